@@ -1,0 +1,234 @@
+"""Records and experiences as bytes: one safetensors blob, no pickle anywhere.
+
+All values of one array field, over all items, lie end to end in one column (`<n>.data`), with the
+offsets between them (`<n>.offsets`, int64) and the numbers of the items that have the field
+(`<n>.items`, int64). Everything that is not an array is JSON, in the uint8 column `json`:
+`{"kind": "records", "columns": [field, ...], "items": [{...}, ...]}`. Fields that this version
+does not know are kept, arrays and others alike.
+
+Loading copies nothing: the arrays are views of the blob. Nothing in a blob is trusted; every
+length is checked against the bytes that are there before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+from safetensors.numpy import save
+
+from recorder_core.arrays import AnyArray, ArrayModel
+from recorder_core.errors import CodecError
+from recorder_core.experience import Experience
+from recorder_core.records import MAX_JSON_DEPTH, Record, nests_within
+
+MEDIA_TYPE = "application/vnd.safetensors"
+
+Item = TypeVar("Item", bound=ArrayModel)
+
+# The element types that safetensors and numpy share.
+_DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "F16": np.dtype(np.float16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "F32": np.dtype(np.float32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+}
+_HEADER_LIMIT = 100_000_000  # the safetensors format's own
+
+
+def encode_records(records: Iterable[Record]) -> bytes:
+    """Write records as one blob."""
+    return _encode("records", records)
+
+
+def decode_records(blob: bytes | bytearray | memoryview) -> list[Record]:
+    """Read records back; their arrays are views of the blob.
+
+    Raises:
+        CodecError: The blob is truncated, corrupt, or holds something else.
+    """
+    return _decode("records", Record, blob)
+
+
+def encode_experiences(experiences: Iterable[Experience]) -> bytes:
+    """Write experiences as one blob."""
+    return _encode("experiences", experiences)
+
+
+def decode_experiences(blob: bytes | bytearray | memoryview) -> list[Experience]:
+    """Read experiences back; their arrays are views of the blob.
+
+    Raises:
+        CodecError: The blob is truncated, corrupt, or holds something else.
+    """
+    return _decode("experiences", Experience, blob)
+
+
+def _encode(kind: str, models: Iterable[ArrayModel]) -> bytes:
+    columns: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, AnyArray]]] = {}
+    items: list[dict[str, Any]] = []
+    for number, model in enumerate(models):
+        paths = []
+        for path, array in _arrays(model):
+            # One column per dtype and row shape: expert ids may be uint8 here, uint16 there.
+            column = (".".join(path), array.dtype.str, array.shape[1:])
+            columns.setdefault(column, []).append((number, array))
+            paths.append(path)
+        items.append(model.model_dump(mode="json", exclude_unset=True, exclude=_tree(paths)))
+    tensors: dict[str, AnyArray] = {}
+    for index, parts in enumerate(columns.values()):
+        lengths = np.fromiter((len(array) for _, array in parts), np.int64, len(parts))
+        tensors[f"{index}.data"] = np.concatenate([array for _, array in parts])
+        tensors[f"{index}.offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        tensors[f"{index}.items"] = np.fromiter((n for n, _ in parts), np.int64, len(parts))
+    text = json.dumps(
+        {"kind": kind, "columns": [path for path, _, _ in columns], "items": items},
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
+    tensors["json"] = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
+    return save(tensors, metadata={"format": "recorder"})
+
+
+def _arrays(fields: Iterable[tuple[str, Any]]) -> Iterable[tuple[tuple[str, ...], AnyArray]]:
+    """A model's arrays, unknown ones too, with the path of field names to each."""
+    for name, value in fields:
+        if isinstance(value, np.ndarray):
+            yield (name,), value
+        elif isinstance(value, (ArrayModel, dict)):
+            # A model that this version does not know was read back as a dict.
+            inner = value.items() if isinstance(value, dict) else value
+            yield from (((name, *path), array) for path, array in _arrays(inner))
+
+
+def _tree(paths: Iterable[tuple[str, ...]]) -> dict[str, Any]:
+    """Paths as pydantic's `exclude` wants them: `{"a": True, "b": {"c": True}}`."""
+    tree: dict[str, Any] = {}
+    for *parents, name in paths:
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[name] = True
+    return tree
+
+
+def _decode(kind: str, model: type[Item], blob: bytes | bytearray | memoryview) -> list[Item]:
+    tensors = _read(blob)
+    try:
+        document = json.loads(tensors["json"].tobytes().decode("utf-8", "surrogatepass"))
+        found, columns, items = document["kind"], document["columns"], document["items"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CodecError(f"the blob's json column cannot be read: {error!r}") from None
+    if found != kind:
+        raise CodecError(f"the blob holds {str(found)[:40]!r}, not {kind}")
+    if not isinstance(columns, list) or not isinstance(items, list):
+        raise CodecError("the blob's json column has no lists of columns and items")
+    # Deeper than anything we write; what is read can then always be written again.
+    if not nests_within(items, MAX_JSON_DEPTH + 8):
+        raise CodecError("the blob's items nest too deep")
+    for index, path in enumerate(columns):
+        for number, array in _column(tensors, index):
+            if not (isinstance(path, str) and 0 <= number < len(items)):
+                raise CodecError(f"column {index} names item {number} of {len(items)}")
+            _put(items[number], path, array)
+    try:
+        return [model.model_validate(item) for item in items]
+    except ValidationError as error:
+        raise CodecError(f"the blob holds no valid {kind}: {error}") from None
+
+
+def _put(item: Any, path: str, array: AnyArray) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        item = item.setdefault(parent, {}) if isinstance(item, dict) else None
+    if not isinstance(item, dict) or name in item:
+        raise CodecError(f"the blob gives {path!r} twice, or to what is no object")
+    item[name] = array
+
+
+def _column(tensors: dict[str, AnyArray], index: int) -> Iterable[tuple[int, AnyArray]]:
+    try:
+        data = tensors[f"{index}.data"]
+        offsets, numbers = tensors[f"{index}.offsets"], tensors[f"{index}.items"]
+    except KeyError as error:
+        raise CodecError(f"the blob has no column {error}") from None
+    if (
+        data.ndim < 1
+        or offsets.dtype != np.int64
+        or numbers.dtype != np.int64
+        or numbers.ndim != 1
+        or offsets.shape != (len(numbers) + 1,)
+        or offsets[0] != 0
+        or offsets[-1] != len(data)
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise CodecError(f"the offsets of column {index} do not cut its {len(data)} rows in order")
+    ends = offsets.tolist()
+    for number, begin, end in zip(numbers.tolist(), ends, ends[1:], strict=False):
+        yield number, data[begin:end]
+
+
+def _read(blob: bytes | bytearray | memoryview) -> dict[str, AnyArray]:
+    """The tensors of a safetensors blob, as views of it.
+
+    The format: https://github.com/huggingface/safetensors#format. The library's own loader copies
+    every tensor; its writer is used for writing.
+    """
+    view = memoryview(blob).cast("B")
+    if len(view) < 8:
+        raise CodecError(f"the blob has {len(view)} bytes, a safetensors blob has at least 8")
+    size = int.from_bytes(view[:8], "little")
+    if size > min(len(view) - 8, _HEADER_LIMIT):
+        raise CodecError(f"the blob's header claims {size} bytes, {len(view) - 8} follow")
+    try:
+        header = json.loads(bytes(view[8 : 8 + size]))
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"the blob's header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise CodecError("the blob's header is no JSON object")
+    body = view[8 + size :]
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor(name, entry, body) for name, entry in header.items()}
+    # Tensors that overlap would turn a small blob into a great many copies of its bytes.
+    covered = sum(tensor.nbytes for tensor in tensors.values())
+    if covered != len(body):
+        raise CodecError(f"the blob's tensors have {covered} bytes, {len(body)} follow the header")
+    return tensors
+
+
+def _tensor(name: str, entry: Any, body: memoryview) -> AnyArray:
+    try:
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        begin, end = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise CodecError(f"tensor {name!r} is not described as safetensors are") from None
+    if not _are_lengths([begin, end]) or not isinstance(shape, list) or not _are_lengths(shape):
+        raise CodecError(f"tensor {name!r} has a shape or offsets that are no lengths")
+    # Python integers: the product cannot overflow, and is compared before anything is made.
+    if len(shape) > 32 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise CodecError(f"tensor {name!r} has {end - begin} bytes, its shape {shape} needs others")
+    if not begin <= end <= len(body):
+        raise CodecError(f"tensor {name!r} ends at byte {end} of {len(body)}")
+    flat = np.frombuffer(body[begin:end], dtype=dtype.newbyteorder("<"))
+    if dtype == np.bool_ and (flat.view(np.uint8) > 1).any():
+        raise CodecError(f"tensor {name!r} has booleans that are neither 0 nor 1")
+    try:
+        return flat.reshape(shape)
+    except ValueError:  # no elements, and other dimensions beyond what numpy counts to
+        raise CodecError(f"tensor {name!r} has the impossible shape {shape}") from None
+
+
+def _are_lengths(values: Sequence[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)

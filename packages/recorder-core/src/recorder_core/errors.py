@@ -1,0 +1,55 @@
+"""The exception hierarchy: everything that the packages raise on purpose is a `RecorderError`."""
+
+from __future__ import annotations
+
+
+class RecorderError(Exception):
+    """Base of every error raised by the recorder packages."""
+
+
+class InvalidKeyError(RecorderError, ValueError):
+    """A text is not a record key or key prefix."""
+
+
+class CodecError(RecorderError, ValueError):
+    """A blob is truncated, corrupt, or not one of ours."""
+
+
+class MissingParentError(RecorderError, LookupError):
+    """Records were given to `assemble` without the record that they continue."""
+
+
+class CollateError(RecorderError, ValueError):
+    """Experiences cannot be put into one batch."""
+
+
+class StoreClosedError(RecorderError, RuntimeError):
+    """A record store was used after `close()`."""
+
+
+class LeaseError(RecorderError, LookupError):
+    """A lease is unknown, already acknowledged, or has run out."""
+
+
+class ClientError(RecorderError):
+    """A call to a server's `/records` failed."""
+
+
+class ServerUnreachableError(ClientError):
+    """The server did not answer: wrong address, not running, or timed out."""
+
+
+class NotAuthorizedError(ClientError):
+    """The server wants another admin key, or none was given."""
+
+
+class BadRequestError(ClientError):
+    """The server refused the request as malformed."""
+
+
+class ServerFaultError(ClientError):
+    """The server answered, but not with what the protocol says."""
+
+
+class UnsupportedEngineError(RecorderError, RuntimeError):
+    """The engine, its version or its configuration cannot be recorded."""

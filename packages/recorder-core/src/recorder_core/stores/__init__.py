@@ -1,0 +1,23 @@
+"""Where records wait for the trainer: the `RecordStore` protocol and the stores that keep it."""
+
+from recorder_core.stores.base import (
+    AddOutcome,
+    KeySummary,
+    Lease,
+    RecordStore,
+    StoreStats,
+    in_order,
+    updated_records,
+)
+from recorder_core.stores.memory import MemoryStore
+
+__all__ = [
+    "AddOutcome",
+    "KeySummary",
+    "Lease",
+    "MemoryStore",
+    "RecordStore",
+    "StoreStats",
+    "in_order",
+    "updated_records",
+]

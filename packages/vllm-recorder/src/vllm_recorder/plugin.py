@@ -1,0 +1,91 @@
+"""The entry point `vllm.general_plugins`: adds the flags, and the endpoint plugin when asked.
+
+vLLM loads it in every process: before arguments are parsed, in engine cores and in workers. It
+must be cheap, idempotent, and must not raise, as that would end the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from typing import Any
+
+from recorder_core.errors import UnsupportedEngineError
+from recorder_core.options import RecordingOptions, add_arguments
+
+from vllm_recorder import compat
+
+logger = logging.getLogger("vllm.recorder")
+
+_options = RecordingOptions()
+"""What this process was started with, once its arguments are read."""
+
+
+def register() -> None:
+    """Make `vllm serve` know the recording flags."""
+    try:
+        from vllm import plugins
+        from vllm.engine.arg_utils import EngineArgs
+    except ImportError:
+        logger.exception("vllm-recorder found no vLLM that it knows; nothing is recorded")
+        return
+    if hasattr(EngineArgs, "_recorder_registered"):
+        return
+    EngineArgs._recorder_registered = True  # type: ignore[attr-defined]
+    EngineArgs.add_cli_args = _with_flags(EngineArgs.add_cli_args)  # type: ignore[method-assign]
+    EngineArgs.from_cli_args = classmethod(  # type: ignore[method-assign,assignment]
+        _with_options(EngineArgs.from_cli_args.__func__)  # type: ignore[attr-defined]
+    )
+    plugins.load_endpoint_plugins = _with_endpoints(plugins.load_endpoint_plugins)
+
+
+def _with_flags(add_cli_args: Any) -> Any:
+    @functools.wraps(add_cli_args)
+    def with_flags(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        # Subclasses call the base method through their own: the flags are added once a parser.
+        if not any(group.title == "Recording" for group in parser._action_groups):
+            add_arguments(parser)
+        return parser
+
+    return staticmethod(with_flags)
+
+
+def _with_options(from_cli_args: Any) -> Any:
+    @functools.wraps(from_cli_args)
+    def with_options(cls: type[Any], args: argparse.Namespace) -> Any:
+        global _options
+        _options = RecordingOptions.from_args(args)
+        if _options.enabled:
+            _check(args)
+            if _options.routed_experts:
+                args.enable_return_routed_experts = True
+        return from_cli_args(cls, args)
+
+    return with_options
+
+
+def _check(args: argparse.Namespace) -> None:
+    import vllm
+
+    try:
+        compat.check_version(vllm.__version__)
+        compat.check_arguments(args)
+    except UnsupportedEngineError as error:
+        # At the command line the message is the answer, not a traceback.
+        raise SystemExit(f"vllm: error: {error}") from None
+
+
+def _with_endpoints(load_endpoint_plugins: Any) -> Any:
+    @functools.wraps(load_endpoint_plugins)
+    def with_endpoints(supported_tasks: Any = None) -> list[Any]:
+        loaded: list[Any] = load_endpoint_plugins(supported_tasks)
+        if _options.enabled:
+            # --enable-recording is the operator's consent that VLLM_PLUGINS stands for.
+            from vllm_recorder.server import RecordingEndpoints
+
+            loaded.append(RecordingEndpoints(_options, supported_tasks))
+        return loaded
+
+    return with_endpoints

