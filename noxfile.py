@@ -99,7 +99,7 @@ def reformat(session: nox.Session) -> None:
 @nox.session(python=VLLM_PYTHON)
 def types(session: nox.Session) -> None:
     """mypy, strict, on the packages."""
-    sync(session, "--all-packages", "--all-extras", "--group", "types")
+    sync(session, "--all-packages", "--all-extras", "--group=types", "--group=test")
     session.run("mypy", *SOURCES)
 
 

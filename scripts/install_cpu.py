@@ -75,7 +75,9 @@ def install(python: Path, *requirements: str) -> None:
         if first.returncode:
             print("Trying again with torch from its CPU index.", flush=True)
             command += ["--torch-backend", "cpu"]
-            subprocess.run(command, cwd=elsewhere, env=uv_environment(), check=True)
+            second = subprocess.run(command, cwd=elsewhere, env=uv_environment(), check=False)
+            if second.returncode:
+                sys.exit(f"Could not install {' '.join(requirements)}; uv says why above.")
 
 
 def install_torch(python: Path) -> None:

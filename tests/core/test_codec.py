@@ -169,23 +169,23 @@ def experiences(draw: st.DrawFn) -> Experience:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(records(), max_size=4))
 def test_records_come_back_as_they_were(given_records: list[Record]) -> None:
     blob = encode_records(given_records)
     read = decode_records(blob)
     assert read == given_records
-    assert encode_records(read) == blob
+    assert decode_records(encode_records(read)) == given_records
     safetensors.numpy.load(blob)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(experiences(), max_size=4))
 def test_experiences_come_back_as_they_were(given_experiences: list[Experience]) -> None:
     blob = encode_experiences(given_experiences)
     read = decode_experiences(blob)
     assert read == given_experiences
-    assert encode_experiences(read) == blob
+    assert decode_experiences(encode_experiences(read)) == given_experiences
     safetensors.numpy.load(blob)
 
 
@@ -213,6 +213,8 @@ def two_records() -> list[Record]:
 
 RECORDS = encode_records(two_records())
 EXPERIENCES = encode_experiences(assemble(two_records()))
+BLOBS = {"records": RECORDS, "experiences": EXPERIENCES}
+kinds = st.sampled_from(sorted(BLOBS))
 
 
 def test_loading_copies_no_array() -> None:
@@ -258,29 +260,24 @@ def test_a_blob_cut_off_anywhere_is_refused() -> None:
         decode_records(RECORDS + b"\0")
 
 
-def decode_or_refuse(blob: bytes) -> None:
+def decode_or_refuse(kind: str, blob: bytes) -> None:
     """Whatever was done to a blob: it is refused, or gives models that can be written again."""
     try:
-        read = decode_experiences(blob)
+        if kind == "records":
+            encode_records(decode_records(blob))
+        else:
+            encode_experiences(decode_experiences(blob))
     except CodecError:
-        return
-    assert all(isinstance(each, Experience) for each in read)
-    encode_experiences(read)
+        pass
 
 
 @settings(max_examples=500, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, len(EXPERIENCES) - 1), st.integers(0, 255)),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_flipped_bytes_are_refused_or_harmless(flips: list[tuple[int, int]]) -> None:
-    blob = bytearray(EXPERIENCES)
+@given(kinds, st.lists(st.tuples(st.integers(0), st.integers(0, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_are_refused_or_harmless(kind: str, flips: list[tuple[int, int]]) -> None:
+    blob = bytearray(BLOBS[kind])
     for position, value in flips:
-        blob[position] = value
-    decode_or_refuse(bytes(blob))
+        blob[position % len(blob)] = value
+    decode_or_refuse(kind, bytes(blob))
 
 
 def blob_of(header: Any, body: bytes = b"") -> bytes:
@@ -293,7 +290,9 @@ def parts(blob: bytes) -> tuple[Any, bytes]:
     return json.loads(blob[8 : 8 + size]), blob[8 + size :]
 
 
-lengths = st.sampled_from([-1, 0, 1, 2, 3, 8, 2**31, 2**60, 2**62, 2**63, 2**64, 1.5, True, "1", None])
+lengths = st.sampled_from(
+    [-1, 0, 1, 2, 3, 8, 2**31, 2**60, 2**62, 2**63, 2**64, 1.5, True, "1", None]
+)
 entries = st.fixed_dictionaries(
     {
         "dtype": st.sampled_from(["BOOL", "U8", "I32", "I64", "F32", "F64", "BF16", "x", 4, None]),
@@ -306,7 +305,8 @@ entries = st.fixed_dictionaries(
 @settings(max_examples=500, deadline=None)
 @given(st.data())
 def test_edited_headers_are_refused_or_harmless(data: st.DataObject) -> None:
-    header, body = parts(EXPERIENCES)
+    kind = data.draw(kinds)
+    header, body = parts(BLOBS[kind])
     name = data.draw(st.sampled_from(sorted(header)))
     edit = data.draw(st.sampled_from(["drop", "rename", "replace", "change", "swap"]))
     if edit == "drop":
@@ -323,17 +323,17 @@ def test_edited_headers_are_refused_or_harmless(data: st.DataObject) -> None:
     else:
         other = data.draw(st.sampled_from(sorted(header)))
         header[name], header[other] = header[other], header[name]
-    decode_or_refuse(blob_of(header, body))
+    decode_or_refuse(kind, blob_of(header, body))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_edited_json_is_refused_or_harmless(data: st.DataObject) -> None:
-    tensors = safetensors.numpy.load(EXPERIENCES)
+    kind = data.draw(kinds)
+    tensors = safetensors.numpy.load(BLOBS[kind])
     document = json.loads(tensors["json"].tobytes())
-    holder = data.draw(
-        st.sampled_from([document, document["items"][0], document["items"][0]["turns"][0]])
-    )
+    item = document["items"][0]
+    holder = data.draw(st.sampled_from([document, item, *item.get("turns", ())]))
     field = data.draw(st.sampled_from(sorted(holder)))
     holder[field] = data.draw(json_values | st.just(float("nan")) | st.just("info.a"))
     if data.draw(st.booleans()) and isinstance(document["columns"], list) and document["columns"]:
@@ -343,7 +343,7 @@ def test_edited_json_is_refused_or_harmless(data: st.DataObject) -> None:
         )
     text = json.dumps(document).encode()
     tensors["json"] = np.frombuffer(text, dtype=np.uint8)
-    decode_or_refuse(safetensors.numpy.save(tensors))
+    decode_or_refuse(kind, safetensors.numpy.save(tensors))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from recorder_core import KeyPrefix, RecordKey
 from recorder_core.errors import InvalidKeyError
 
-components = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E, exclude_characters="/"),
-                     min_size=1, max_size=6).filter(lambda text: text not in (".", ".."))  # fmt: skip
+visible = st.characters(min_codepoint=0x21, max_codepoint=0x7E, exclude_characters="/")
+components = st.text(visible, min_size=1, max_size=6).filter(lambda text: text not in (".", ".."))
 keys = st.builds(
     RecordKey,
     batch=st.lists(components, min_size=1, max_size=3).map("/".join),

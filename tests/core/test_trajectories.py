@@ -432,9 +432,7 @@ def test_routed_experts_of_two_turns_have_no_gap() -> None:  # R2
 def test_routed_experts_of_two_dtypes_are_promoted() -> None:  # R1, R3
     recording = Recording()
     recording.turn([10, 11], [20], routed_experts=rows(1, 2))
-    recording.turn(
-        [10, 11, 20, 30], [40], routed_experts=rows(1, 2, 300, 511, dtype="uint16")
-    )
+    recording.turn([10, 11, 20, 30], [40], routed_experts=rows(1, 2, 300, 511, dtype="uint16"))
     [experience] = assemble(recording.records)
     assert experience.routed_experts.data.dtype == np.uint16
     assert experience.routed_experts.data.ravel().tolist() == [1, 2, 300, 511]

@@ -134,7 +134,7 @@ def test_the_parent_is_the_longest_earlier_path_that_the_prompt_begins_with(
 ) -> None:
     recording = record_all(generations)
     expected_breaks = 0
-    for number, (generation, record) in enumerate(zip(generations, recording.records)):
+    for number, (generation, record) in enumerate(zip(generations, recording.records, strict=True)):
         earlier = [
             other
             for other in generations[:number]

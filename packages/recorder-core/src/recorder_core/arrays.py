@@ -84,13 +84,14 @@ def _vector_of(dtype: npt.DTypeLike) -> Callable[[Any], AnyArray]:
     wanted = np.dtype(dtype)
 
     def coerce(value: Any) -> AnyArray:
-        try:
-            values = _read_once(value, wanted)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"not an array of {wanted.name}: {error}") from None
-        if values.ndim != 1:
-            raise ValueError(f"the array has {values.ndim} dimension(s), 1 expected")
-        return _checked_cast(values, wanted)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
+            try:
+                values = _read_once(value, wanted)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"not an array of {wanted.name}: {error}") from None
+            if values.ndim != 1:
+                raise ValueError(f"the array has {values.ndim} dimension(s), 1 expected")
+            return _checked_cast(values, wanted)
 
     return coerce
 

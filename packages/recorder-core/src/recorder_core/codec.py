@@ -174,7 +174,7 @@ def _column(tensors: dict[str, AnyArray], index: int) -> Iterable[tuple[int, Any
         or offsets[-1] != len(data)
         or (np.diff(offsets) < 0).any()
     ):
-        raise CodecError(f"the offsets of column {index} do not cut its {len(data)} rows in order")
+        raise CodecError(f"the offsets of column {index} do not cut {data.shape} rows in order")
     ends = offsets.tolist()
     for number, begin, end in zip(numbers.tolist(), ends, ends[1:], strict=False):
         yield number, data[begin:end]

@@ -138,9 +138,7 @@ class Experience(ArrayModel):
     def _lengths_agree(self) -> Self:
         count = self.response_length
         if count < 0:
-            raise ValueError(
-                f"prompt_length is {self.prompt_length} for {len(self.tokens)} tokens"
-            )
+            raise ValueError(f"prompt_length is {self.prompt_length} for {len(self.tokens)} tokens")
         for name in (
             "logprobs",
             "action_mask",

@@ -128,9 +128,7 @@ class RecordKey:
         return (RecordKey.parse, (self.text,))
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """In models a key is validated from its text, and written as its text."""
 
         def validate(value: Any) -> RecordKey:

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from recorder_core.keys import KeyPrefix, RecordKey
-from recorder_core.records import Info
 from recorder_core.recorder import RecorderStats
+from recorder_core.records import Info
 from recorder_core.stores import StoreStats
 
 PREFIX = "/records"

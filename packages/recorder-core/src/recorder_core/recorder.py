@@ -193,7 +193,7 @@ class Recorder:
     def _enqueue(self, turn: Turn) -> None:
         try:
             refusal = self._put(turn)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the engine comes first, see below
             self.count_error("request %s of %s was not recorded", turn.request_id, turn.key)
             refusal = "error"
         if refusal:
@@ -243,7 +243,7 @@ class Recorder:
         fate = _Fate("error")
         try:
             fate = self._record(turn)
-        except Exception:
+        except Exception:  # noqa: BLE001
             # The engine comes first: a fault here costs this record, and says so.
             self.count_error("request %s of %s was not recorded", turn.request_id, turn.key)
         finally:

@@ -15,6 +15,7 @@ import inspect
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
+
 from recorder_core.errors import UnsupportedEngineError
 
 OLDEST = Version("0.27.0")

@@ -18,6 +18,10 @@ from typing import Any
 
 import numpy as np
 import vllm
+from vllm.v1.engine import FinishReason as EngineFinishReason
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestState
+
 from recorder_core.context import MISSING, Identity, current_identity, identify
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.recorder import Pending, Recorder
@@ -29,10 +33,6 @@ from recorder_core.records import (
     Turn,
     VersionSpan,
 )
-from vllm.v1.engine import FinishReason as EngineFinishReason
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.engine.output_processor import RequestState
-
 from vllm_recorder import compat
 
 _MISSING = float("nan")
@@ -90,9 +90,7 @@ class RecordedRequest(RequestState):
 class Recording:
     """What the hook knows of one generation beyond vLLM's own state."""
 
-    __slots__ = (
-        "_arrived", "_attempt", "_hook", "_multi_modal", "_params", "_pending", "labels"
-    )
+    __slots__ = ("_arrived", "_attempt", "_hook", "_multi_modal", "_params", "_pending", "labels")
 
     def __init__(self, hook: Hook, pending: Pending, request: Any, attempt: int) -> None:
         self._hook = hook
@@ -111,7 +109,7 @@ class Recording:
         """The generation is over; a fault here costs its record, never the reply."""
         try:
             self._pending.finish(self._turn(state, finish_reason, stop_reason))
-        except Exception:
+        except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
             self._pending.drop("error")
             self._hook.recorder.count_error("request %s was not recorded", state.external_req_id)
 
@@ -263,7 +261,7 @@ class Hook:
         result = self._add_request(request, *args, **kwargs)
         try:
             self._attach(request)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
             self.recorder.count_error("request %s is not recorded", request.request_id)
         return result
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions, add_arguments
-
 from vllm_recorder import compat
 
 logger = logging.getLogger("vllm.recorder")
@@ -32,11 +31,9 @@ def register() -> None:
         return
     if hasattr(EngineArgs, "_recorder_registered"):
         return
-    EngineArgs._recorder_registered = True  # type: ignore[attr-defined]
-    EngineArgs.add_cli_args = _with_flags(EngineArgs.add_cli_args)  # type: ignore[method-assign]
-    EngineArgs.from_cli_args = classmethod(  # type: ignore[method-assign,assignment]
-        _with_options(EngineArgs.from_cli_args.__func__)  # type: ignore[attr-defined]
-    )
+    EngineArgs._recorder_registered = True
+    EngineArgs.add_cli_args = _with_flags(EngineArgs.add_cli_args)
+    EngineArgs.from_cli_args = classmethod(_with_options(EngineArgs.from_cli_args.__func__))
     plugins.load_endpoint_plugins = _with_endpoints(plugins.load_endpoint_plugins)
 
 

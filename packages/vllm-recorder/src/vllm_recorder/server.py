@@ -9,6 +9,7 @@ from typing import Any
 import vllm.envs as envs
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
+
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions
 from recorder_core.server import (
@@ -17,7 +18,6 @@ from recorder_core.server import (
     RecorderCollector,
     records_router,
 )
-
 from vllm_recorder import hook
 
 logger = logging.getLogger("vllm.recorder")

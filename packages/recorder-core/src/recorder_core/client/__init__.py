@@ -11,8 +11,7 @@ except ModuleNotFoundError as error:
         'pip install "recorder-core[client]"'
     ) from error
 
-from recorder_core.client.asynchronous import AsyncDrained, AsyncRecordClient
-from recorder_core.client.blocking import Drained, RecordClient
-from recorder_core.client.drains import ServerLease
+from recorder_core.client.calls import Drained, ServerLease
+from recorder_core.client.clients import AsyncRecordClient, RecordClient
 
-__all__ = ["AsyncDrained", "AsyncRecordClient", "Drained", "RecordClient", "ServerLease"]
+__all__ = ["AsyncRecordClient", "Drained", "RecordClient", "ServerLease"]

@@ -1,14 +1,16 @@
-"""Which servers a client talks to, and what their answers mean."""
+"""Which servers a client talks to, and what their answers mean; nothing is sent here."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+import ssl
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
 
-from recorder_core.client.calls import Call, Part, Whole
+from recorder_core.client.calls import Call, Result, described
 from recorder_core.errors import (
     BadRequestError,
     ClientError,
@@ -21,29 +23,40 @@ from recorder_core.errors import (
 from recorder_core.options import ADMIN_KEY_VARIABLE
 from recorder_core.protocol import PREFIX
 
-CONNECT_TIMEOUT_S = 10.0
-# Servers close idle connections after 5 s (uvicorn's default). A drain sent into such a
-# connection is lost and may not be repeated: it must be the client that closes first.
-LIMITS = httpx.Limits(max_connections=100, keepalive_expiry=2.0)
-
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 Outcome = httpx.Response | httpx.RequestError
 """What came of sending a request."""
 
+_CONNECT_TIMEOUT_S = 10.0
+_FIRST_PAUSE_S = 0.1
+# Servers close idle connections after 5 s (uvicorn's default). A drain sent into such a
+# connection is lost and may not be repeated: it must be the client that closes first.
+_LIMITS = httpx.Limits(max_connections=100, keepalive_expiry=2.0)
 _REFUSED = {400, 409, 411, 413, 414, 415, 422, 431, 501}
 _MAX_MESSAGE = 500
 
 
-class Servers:
-    """The part of the clients that does no input or output."""
+@cache
+def _tls() -> ssl.SSLContext:
+    # Loading the certificates takes 50 ms, and a program may make a client for each run.
+    return httpx.create_ssl_context()
+
+
+class Servers(Generic[Http]):
+    """What both clients share: all but sending and waiting."""
+
+    _new_http: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
         base_url: str | Iterable[str],
-        admin_key: str | None,
-        timeout: float,
-        retries: int,
+        *,
+        admin_key: str | None = None,
+        timeout: float = 60.0,
+        retries: int = 2,
+        http_client: Http | None = None,
     ) -> None:
-        given = [base_url] if isinstance(base_url, str) else list(base_url)
+        given = [base_url] if isinstance(base_url, str) else base_url
         # A server named twice would be counted twice, and emptied by its own overwrite.
         self.urls: tuple[str, ...] = tuple(dict.fromkeys(_normalized(url) for url in given))
         """The servers' base URLs."""
@@ -52,26 +65,32 @@ class Servers:
         self._headers = _authorization(admin_key)
         self._timeout = timeout
         self._retries = retries
+        self._owns_http = http_client is None
+        self._http: Http = http_client or self._new_http(verify=_tls(), limits=_LIMITS)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.urls)!r})"
 
-    def _arguments(self, url: str, call: Call[Any, Any]) -> dict[str, Any]:
+    def _arguments(self, url: str, call: Call[Any]) -> dict[str, Any]:
         """A call to one server, as httpx's `request` takes it."""
         timeout = self._timeout + call.wait_s
         return {
             "method": call.method,
-            "url": url + call.path,
-            "params": dict(call.params),
+            "url": url + PREFIX + call.path,
+            "params": call.params,
             "content": call.content,
-            "headers": {**self._headers, "content-type": call.media_type},
+            "headers": [*self._headers.raw, (b"content-type", call.media_type.encode())],
             # Waiting for one of our own connections is no fault of the server's.
-            "timeout": httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT_S), pool=None),
+            "timeout": httpx.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT_S), pool=None),
             "follow_redirects": False,
         }
 
-    def _read(self, url: str, call: Call[Part, Any], outcome: Outcome) -> Part | RecorderError:
-        """One server's part, or the error that it stands for."""
+    def _pauses(self, call: Call[Any]) -> Iterator[float]:
+        """Seconds to wait before each retry."""
+        return (_FIRST_PAUSE_S * 2**n for n in range(self._retries if call.repeatable else 0))
+
+    def _read(self, url: str, call: Call[Any], outcome: Outcome) -> Any:
+        """One server's part of the result, or the RecorderError that it stands for."""
         try:
             if isinstance(outcome, httpx.RequestError):
                 raise _unreachable(outcome) from outcome
@@ -79,47 +98,40 @@ class Servers:
                 raise _refusal(call, outcome, authorized=bool(self._headers))
             return call.parse(outcome)
         except (ClientError, LeaseError) as error:
-            named = type(error)(f"{call.method} {url}{call.path}: {error}")
+            named = type(error)(f"{call.method} {url}{PREFIX}{call.path}: {error}")
             named.__cause__ = error.__cause__
             return named
 
 
-def conclude(
-    calls: Mapping[str, Call[Part, Whole]], outcomes: Iterable[Part | RecorderError]
-) -> Whole:
+def conclude(calls: Mapping[str, Call[Result]], parts: Iterable[Any]) -> Result:
     """Make one result of what every server answered.
 
     Args:
         calls: What was asked, by the server's URL.
-        outcomes: What came of it, in the same order.
+        parts: What each answered or the error, in the same order.
 
     Raises:
         RecorderError: The first error, by its type; the message holds all of them.
     """
-    parts: dict[str, Part] = {}
-    errors: list[RecorderError] = []
-    for url, outcome in zip(calls, outcomes, strict=True):
-        if isinstance(outcome, RecorderError):
-            errors.append(outcome)
-        else:
-            parts[url] = outcome
+    answers = dict(zip(calls, parts, strict=True))
+    errors = [part for part in answers.values() if isinstance(part, RecorderError)]
     call = next(iter(calls.values()))
     if not errors:
-        return call.merge(parts)
-    first = errors[0]
-    if len(calls) == 1:
-        raise first
-    text = "; ".join(str(error) for error in errors)
-    after = f"; {call.if_partial}" if parts else ""
-    raise type(first)(f"{len(errors)} of {len(calls)} servers failed: {text}{after}") from first
+        return call.merge(answers)
+    if len(answers) == 1:
+        raise errors[0]
+    text = "; ".join(map(str, errors))
+    after = f"; {call.if_partial}" if len(errors) < len(answers) else ""
+    message = f"{len(errors)} of {len(answers)} servers failed: {text}{after}"
+    raise type(errors[0])(message) from errors[0]
 
 
 def is_transient(outcome: Outcome) -> bool:
     """Whether the same request may succeed in a moment."""
-    if isinstance(outcome, httpx.RequestError):
-        # Not timeouts: the caller has set how long to wait.
-        return isinstance(outcome, (httpx.NetworkError, httpx.RemoteProtocolError))
-    return outcome.status_code in (502, 503, 504)
+    if isinstance(outcome, httpx.Response):
+        return outcome.status_code in (502, 503, 504)
+    # Not a timeout: the caller has said how long to wait.
+    return isinstance(outcome, httpx.NetworkError | httpx.RemoteProtocolError)
 
 
 def _normalized(url: str) -> str:
@@ -135,12 +147,13 @@ def _normalized(url: str) -> str:
     return str(parsed).rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _authorization(admin_key: str | None) -> dict[str, bytes]:
+def _authorization(admin_key: str | None) -> httpx.Headers:
     key = (os.environ.get(ADMIN_KEY_VARIABLE, "") if admin_key is None else admin_key).strip()
     if any(ord(character) < 32 or ord(character) == 127 for character in key):
         # Refused here: the HTTP library would show it in its own error.
         raise ValueError("the admin key holds a control character, which no header can carry")
-    return {"authorization": b"Bearer " + key.encode()} if key else {}
+    # Its repr hides the key.
+    return httpx.Headers([(b"authorization", b"Bearer " + key.encode())] if key else [])
 
 
 def _unreachable(error: httpx.RequestError) -> ClientError:
@@ -148,37 +161,31 @@ def _unreachable(error: httpx.RequestError) -> ClientError:
         return ServerFaultError(f"the reply cannot be decompressed: {error}")
     if isinstance(error, httpx.TimeoutException):
         return ServerUnreachableError(f"no answer in time ({type(error).__name__})")
-    return ServerUnreachableError(f"no answer: {error or type(error).__name__}; is it running?")
+    reason = str(error) or type(error).__name__
+    return ServerUnreachableError(f"no answer: {reason}; is the server running there?")
 
 
-def _refusal(call: Call[Any, Any], response: httpx.Response, *, authorized: bool) -> RecorderError:
+def _refusal(call: Call[Any], response: httpx.Response, *, authorized: bool) -> RecorderError:
     status, message = response.status_code, _message(response)
     text = f"answered {status}: {message}"
     if status in (401, 403):
         hint = f"; no admin key was given: pass admin_key or set {ADMIN_KEY_VARIABLE}"
         return NotAuthorizedError(text + ("" if authorized else hint))
-    # An application answers "Not Found" where it has no such route; our ack names the lease.
-    if status == 404 and call.path == f"{PREFIX}/ack" and "lease" in message:
+    # An application answers "Not Found" where it has no such route; our own 404 names the lease.
+    if status == 404 and call.path == "/ack" and "lease" in message:
         return LeaseError(text)
     if status in (404, 405):
-        return ServerFaultError(
-            f"{text}. The server has no such route: is it started with --enable-recording?"
-        )
-    if status in _REFUSED:
-        return BadRequestError(text)
-    return ServerFaultError(text)
+        return ServerFaultError(f"{text}; is it started with --enable-recording?")
+    return (BadRequestError if status in _REFUSED else ServerFaultError)(text)
 
 
 def _message(response: httpx.Response) -> str:
     """The server's own words: FastAPI's `detail`, OpenAI's `error.message`, or the body."""
     try:
         body = response.json()
-    except (ValueError, RecursionError):
-        body = None
-    found = body.get("detail", body.get("error")) if isinstance(body, dict) else None
-    if isinstance(found, dict):
-        found = found.get("message")
-    if not isinstance(found, str):
+        found = body.get("detail") or body["error"]["message"]
+        text = found if isinstance(found, str) else described(found)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
         kind = response.headers.get("content-type", "untyped")
-        found = f"{kind}, {response.text.strip() or 'empty'}"
-    return found if len(found) <= _MAX_MESSAGE else found[:_MAX_MESSAGE] + " …"
+        text = f"{kind}, {response.text.strip() or 'empty'}"
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + " …"

@@ -41,7 +41,7 @@ class IdentityMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        identity, engine_key = self._identity(scope["headers"])
+        identity, engine_key = self._identity(scope.get("headers", ()))
         if engine_key is not None:
             scope = {**scope, "headers": _with_bearer(scope["headers"], engine_key)}
         token = set_identity(identity)
@@ -75,8 +75,6 @@ class IdentityMiddleware:
         return identify((named or credential).decode("latin-1"), attempt), engine_key
 
 
-def _with_bearer(
-    headers: Sequence[tuple[bytes, bytes]], token: bytes
-) -> list[tuple[bytes, bytes]]:
+def _with_bearer(headers: Sequence[tuple[bytes, bytes]], token: bytes) -> list[tuple[bytes, bytes]]:
     kept = [header for header in headers if header[0] not in (b"authorization", b"x-api-key")]
     return [*kept, (b"authorization", b"Bearer " + token)]

@@ -51,7 +51,9 @@ _THREADS = 2
 _FLUSH_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _MESSAGE_LIMIT = 2_000
-_BLOB = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}}
+_BLOB: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
 _PREFIX_QUERY = Query(description="Leading components of record keys; empty for all.")
 _KEY_QUERY = Query(description="A record key, <batch>/<task>/<run>.")
 
@@ -92,7 +94,9 @@ def records_router(
     async def list_keys(prefix: str = _PREFIX_QUERY) -> list[KeyReply]:
         """What is recorded and what is in flight, key by key."""
         wanted = KeyPrefix(prefix)
-        return _key_replies(await run(store.keys, wanted), recorder.pending_by_key(wanted))
+        # Pending first: what finishes in between then shows twice rather than nowhere.
+        pending = recorder.pending_by_key(wanted)
+        return _key_replies(await run(store.keys, wanted), pending)
 
     @router.get("", responses=_BLOB, response_model=None)
     async def get_records(
@@ -125,9 +129,10 @@ def records_router(
         blob = await request.body()
 
         def put() -> int:
-            # Written and read once more: what goes in can be drained, and holds on to no byte of
-            # the body that is not a record's.
+            # Written and read once more: what goes in can be drained and assembled, and holds on
+            # to no byte of the body that is not a record's.
             records = decode_records(encode_records(decode_records(blob)))
+            assemble(records)
             wanted = RecordKey.parse(key)
             recorder.forget(wanted)
             recorder.flush(_FLUSH_TIMEOUT_S)
@@ -163,7 +168,7 @@ def records_router(
         """The drained records are safe with the caller: forget them."""
         return CountReply(records=await run(store.ack, body.lease))
 
-    @router.post("/block", status_code=204)
+    @router.post("/block", status_code=204, response_model=None)
     async def block(body: BlockRequest) -> None:
         """Refuse records under a prefix from now on; what is there stays."""
         await run(store.block, KeyPrefix(body.prefix))
@@ -173,7 +178,7 @@ def records_router(
         """Delete keys that nothing was added to for so long."""
         return CountReply(records=await run(store.sweep, body.older_than_s))
 
-    @router.post("/version", status_code=204)
+    @router.post("/version", status_code=204, response_model=None)
     async def version(body: VersionRequest) -> None:
         """The label of the weights, for trainers that push weights by a call of their own."""
         if set_version is None:
@@ -194,9 +199,7 @@ def records_router(
 
 
 def _key_replies(held: list[KeySummary], pending: dict[RecordKey, int]) -> list[KeyReply]:
-    replies = {
-        each.key: KeyReply(**dict(each), pending=pending.pop(each.key, 0)) for each in held
-    }
+    replies = {each.key: KeyReply(**dict(each), pending=pending.pop(each.key, 0)) for each in held}
     for key, count in pending.items():
         replies[key] = KeyReply(key=key, records=0, rewarded=0, pending=count, bytes=0, age_s=0)
     return [replies[key] for key in sorted(replies)]

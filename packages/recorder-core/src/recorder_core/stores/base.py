@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from recorder_core.keys import KeyPrefix, RecordKey
 from recorder_core.records import Info, Record
 
-
 _INFO: TypeAdapter[dict[str, Any]] = TypeAdapter(Info)
 
 
@@ -63,6 +62,7 @@ class StoreStats(BaseModel):
 
     keys: int
     records: int
+    """Records in sight: those not leased."""
     bytes: int
     """Memory or disk held, leased records included."""
     max_bytes: int
@@ -136,6 +136,9 @@ class RecordStore(Protocol):
         """Hand out the records under a prefix.
 
         Unless they are acknowledged within `lease_s` seconds they come back, unchanged.
+
+        Raises:
+            ValueError: `lease_s` is not positive.
         """
         ...
 

@@ -1,0 +1,73 @@
+"""Real vLLM servers; each starts on first use (half a minute) and is shared by all that can."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import vllm
+from packaging.version import Version
+
+from examples.vllm_server import VLLMServer
+from recorder_core.client import RecordClient
+from tests.models import tiny_lora, tiny_qwen3
+
+ADMIN_KEY = "admin-key-of-the-tests"
+ADAPTER = "tiny-lora"
+"""The name under which the servers serve the LoRA adapter."""
+
+# What the recording server and its twin without recording have in common.
+SERVING = [
+    *["--dtype", "float32"],
+    "--enable-prefix-caching",
+    *["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
+]
+ENV = {"RECORDER_ADMIN_KEY": ADMIN_KEY, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def lora_arguments() -> list[str]:
+    return ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={tiny_lora()}"]
+
+
+@pytest.fixture(scope="session")
+def engine_version() -> Version:
+    """The release of the engine, without the build's suffix."""
+    return Version(Version(vllm.__version__).base_version)
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the servers' output goes."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def recording_server(log_folder: Path) -> Iterator[VLLMServer]:
+    """The tiny model in float32, with recording, a LoRA adapter, tools and the dev routes."""
+    args = ["--enable-recording", *SERVING, *lora_arguments()]
+    with VLLMServer(tiny_qwen3(), *args, env=ENV, log=log_folder / "recording.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def record_client(recording_server: VLLMServer) -> Iterator[RecordClient]:
+    """A client of the recording server's `/records` that holds the admin key."""
+    with RecordClient(recording_server.base_url, admin_key=ADMIN_KEY) as client:
+        yield client
+
+
+@pytest.fixture
+def fresh_key(request: pytest.FixtureRequest) -> Callable[[], str]:
+    """Makes record keys that nothing else uses; those of one test share their batch and task.
+
+    The batch is the part of a key before its first slash: `key.split("/")[0]` is a prefix of all
+    of them.
+    """
+    task = re.sub(r"[^A-Za-z0-9_-]+", "-", request.node.name)[:100]
+    batch = secrets.token_hex(4)
+    runs = itertools.count()
+    return lambda: f"{batch}/{task}/{next(runs)}"
