@@ -53,3 +53,11 @@ class ServerFaultError(ClientError):
 
 class UnsupportedEngineError(RecorderError, RuntimeError):
     """The engine, its version or its configuration cannot be recorded."""
+
+
+class MissingKeyError(RecorderError, LookupError):
+    """A generation was started where no record key is in force, and every one must have one."""
+
+
+class NotRecordedError(RecorderError, RuntimeError):
+    """A generation could not be recorded, and its caller asked to be told."""

@@ -48,10 +48,9 @@ class RecordingOptions(BaseModel):
         """Read the flags; the admin key may come from the environment instead."""
         if not getattr(args, "enable_recording", False):
             return cls()
-        key = args.recording_admin_key or environ.get(ADMIN_KEY_VARIABLE)
         return cls(
             enabled=True,
-            admin_key=AdminKey(key) if key else None,
+            admin_key=admin_key(args, environ),
             max_bytes=args.recording_max_bytes,
             aborted=args.recording_aborted,
             routed_experts=args.recording_routed_experts,
@@ -60,6 +59,12 @@ class RecordingOptions(BaseModel):
     def make_recorder(self) -> Recorder:
         """A recorder over a `MemoryStore`, as the flags say."""
         return Recorder(MemoryStore(self.max_bytes), aborted=self.aborted)
+
+
+def admin_key(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AdminKey | None:
+    """The admin key that the flags or the environment give."""
+    key = args.recording_admin_key or environ.get(ADMIN_KEY_VARIABLE)
+    return AdminKey(key) if key else None
 
 
 def add_arguments(parser: _Parser) -> None:
@@ -74,6 +79,23 @@ def add_arguments(parser: _Parser) -> None:
         default=False,
         help="Record generations in this process and serve them under /records.",
     )
+    add_store_arguments(group)
+    group.add_argument(
+        "--recording-aborted",
+        choices=["keep", "drop"],
+        default="keep",
+        help="What to do with generations aborted after their first token. Default: keep.",
+    )
+    group.add_argument(
+        "--recording-routed-experts",
+        action="store_true",
+        default=False,
+        help="Also record which experts routed each token of a mixture-of-experts model.",
+    )
+
+
+def add_store_arguments(group: Any) -> None:
+    """Add the flags of `/records` and of the store behind it, which know no engine."""
     group.add_argument(
         "--recording-admin-key",
         type=_argument(_admin_key),
@@ -90,18 +112,6 @@ def add_arguments(parser: _Parser) -> None:
         metavar="SIZE",
         help="Memory for records, e.g. 8GiB; beyond it the keys written to least recently are "
         "evicted. Default: 4GiB.",
-    )
-    group.add_argument(
-        "--recording-aborted",
-        choices=["keep", "drop"],
-        default="keep",
-        help="What to do with generations aborted after their first token. Default: keep.",
-    )
-    group.add_argument(
-        "--recording-routed-experts",
-        action="store_true",
-        default=False,
-        help="Also record which experts routed each token of a mixture-of-experts model.",
     )
 
 

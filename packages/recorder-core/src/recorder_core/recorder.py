@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
@@ -66,6 +67,15 @@ class RecorderStats(BaseModel):
     """Generations served and not recorded, by why they carried no record key."""
 
 
+class Outcome(NamedTuple):
+    """What became of a finished turn."""
+
+    dropped: str = ""
+    """Why it is not recorded, as `RecorderStats.dropped` says; empty: it is stored."""
+    error: Exception | None = None
+    """What a store raised, where that is why."""
+
+
 class Pending:
     """A generation in flight. Ends once: by `finish`, by `drop`, or when it is forgotten."""
 
@@ -75,11 +85,18 @@ class Pending:
         self.key = key
         self._recorder: Recorder | None = recorder
 
-    def finish(self, turn: Turn) -> None:
-        """The generation is finished; its turn is queued."""
+    def finish(self, turn: Turn, settled: Callable[[Outcome], None] | None = None) -> None:
+        """The generation is finished; its turn is queued.
+
+        Args:
+            turn: What was generated.
+            settled: Called once with what became of the turn, when it is stored or dropped: on
+                the recorder's thread, which it must not hold up, or within this call where the
+                turn is refused at once.
+        """
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder._enqueue(turn)
+            recorder._enqueue(turn, settled)
 
     def drop(self, reason: str) -> None:
         """The generation is not recorded."""
@@ -93,6 +110,13 @@ class Pending:
         # called even from within itself.
         if self._recorder is not None:
             self._recorder._queue.put(_Lost(self.key))
+
+
+class _Finished(NamedTuple):
+    """A turn to be stored, and who wants to know."""
+
+    turn: Turn
+    settled: Callable[[Outcome], None] | None
 
 
 class _Flush(threading.Event):
@@ -113,6 +137,7 @@ class _Fate(NamedTuple):
     counted: tuple[str, ...] = ()
     """The counters that it raises."""
     flags: tuple[str, ...] = ()
+    error: Exception | None = None
 
 
 class _Forget(NamedTuple):
@@ -152,7 +177,7 @@ class Recorder:
         self.store: RecordStore = MemoryStore() if store is None else store
         self._keeps_aborted = aborted == "keep"
         self._max_queued_tokens = max_queued_tokens
-        self._queue: SimpleQueue[Turn | _Flush | _Lost | _Forget | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Finished | _Flush | _Lost | _Forget | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards what follows; held for a few operations only
         self._queued_tokens = 0
         self._started = 0
@@ -190,16 +215,17 @@ class Recorder:
             self._counts["errors"] += 1
         self._warn_error.warning(message, *args, exc_info=True)
 
-    def _enqueue(self, turn: Turn) -> None:
+    def _enqueue(self, turn: Turn, settled: Callable[[Outcome], None] | None) -> None:
         try:
-            refusal = self._put(turn)
-        except Exception:  # noqa: BLE001 - the engine comes first, see below
+            fate = _Fate(self._put(turn, settled))
+        except Exception as error:  # noqa: BLE001 - the engine comes first, see below
             self.count_error("request %s of %s was not recorded", turn.request_id, turn.key)
-            refusal = "error"
-        if refusal:
-            self._done(turn.key, _Fate(refusal))
+            fate = _Fate("error", error=error)
+        if fate.dropped:
+            self._done(turn.key, fate)
+            self._tell(turn, settled, fate)
 
-    def _put(self, turn: Turn) -> str:
+    def _put(self, turn: Turn, settled: Callable[[Outcome], None] | None) -> str:
         """Queue a turn; returns the reason if it is dropped."""
         if len(turn.response_ids) == 0:
             return "empty"
@@ -213,7 +239,7 @@ class Recorder:
                 return "queue_full"
             self._queued_tokens += tokens
             # Under the lock, so that `close` finds every turn before its own mark.
-            self._queue.put(turn)
+            self._queue.put(_Finished(turn, settled))
         return ""
 
     def _done(self, key: RecordKey, fate: _Fate, tokens: int = 0) -> None:
@@ -237,17 +263,27 @@ class Recorder:
             elif isinstance(item, _Forget):
                 self._drop_index(item.key)
             else:
-                self._process(item)
+                self._process(item.turn, item.settled)
 
-    def _process(self, turn: Turn) -> None:
+    def _process(self, turn: Turn, settled: Callable[[Outcome], None] | None) -> None:
         fate = _Fate("error")
         try:
             fate = self._record(turn)
-        except Exception:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
             # The engine comes first: a fault here costs this record, and says so.
             self.count_error("request %s of %s was not recorded", turn.request_id, turn.key)
+            fate = _Fate("error", error=error)
         finally:
             self._done(turn.key, fate, _tokens(turn))
+        self._tell(turn, settled, fate)
+
+    def _tell(self, turn: Turn, settled: Callable[[Outcome], None] | None, fate: _Fate) -> None:
+        if settled is None:
+            return
+        try:
+            settled(Outcome(fate.dropped, fate.error))
+        except Exception:  # noqa: BLE001 - a fault of the caller's must not end the thread
+            self.count_error("what waits for request %s of %s failed", turn.request_id, turn.key)
 
     def _record(self, turn: Turn) -> _Fate:
         """Build a turn's record and store it."""

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from typing_extensions import Self
 
-from recorder_core.arrays import ArrayModel, ExpertIds, Float32Array, Int32Array
+from recorder_core.arrays import AnyArray, ArrayModel, ExpertIds, Float32Array, Int32Array
 from recorder_core.keys import RecordKey
 
 
@@ -279,11 +279,11 @@ class Turn:
     """
 
     key: RecordKey
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] | AnyArray
     """The whole prompt, as the engine saw it."""
-    response_ids: Sequence[int]
+    response_ids: Sequence[int] | AnyArray
     finish_reason: FinishReason
-    logprobs: Sequence[float] | Callable[[], Sequence[float]] | None = None
+    logprobs: Sequence[float] | AnyArray | Callable[[], Sequence[float]] | None = None
     versions: Sequence[VersionSpan] = ()
     stop_reason: int | str | None = None
     prompt_text: str | None = None
