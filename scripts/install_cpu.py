@@ -1,7 +1,9 @@
-"""Install CPU builds that pip alone does not get right: torch, or vLLM beside it.
+"""Install CPU builds that pip alone does not get right: torch, or an engine beside it.
 
     python scripts/install_cpu.py torch --python .venv/bin/python
     python scripts/install_cpu.py vllm 0.32.0 --python .venv/bin/python
+    python scripts/install_cpu.py tinker 0.38.0 --python .venv/bin/python
+    python scripts/install_cpu.py skyrl 0.4.0 --python .venv/bin/python
 
 Safe to repeat: what is already there is left alone, within a second. Needs `uv`.
 """
@@ -102,6 +104,19 @@ def install_vllm(python: Path, version: str) -> None:
             install(python, "--no-deps", str(wheel))
 
 
+def install_tinker(python: Path, version: str) -> None:
+    """Tinker's SDK, and torch for recomputing what was sampled."""
+    install_torch(python)
+    if version_in(python, "tinker") != version:
+        install(python, f"tinker=={version}")
+
+
+def install_skyrl(python: Path, version: str) -> None:
+    """SkyRL's Tinker API server with its JAX backend. It needs aiohttp, and does not say so."""
+    if version_in(python, "skyrl") != version or not version_in(python, "aiohttp"):
+        install(python, f"skyrl[tinker,jax]=={version}", "aiohttp")
+
+
 def write_name_wheel(folder: Path, name: str, version: str) -> Path:
     """A wheel without code: it only makes `name` an installed distribution."""
     info = f"{name}-{version}.dist-info"
@@ -130,17 +145,18 @@ def _digest(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     what = parser.add_subparsers(dest="what", required=True)
-    torch = what.add_parser("torch")
-    vllm = what.add_parser("vllm")
-    vllm.add_argument("version")
-    for sub in (torch, vllm):
+    engines = {"skyrl": install_skyrl, "tinker": install_tinker, "vllm": install_vllm}
+    what.add_parser("torch")
+    for engine in engines:
+        what.add_parser(engine).add_argument("version")
+    for sub in what.choices.values():
         sub.add_argument("--python", type=Path, required=True, help="the environment's python")
     args = parser.parse_args()
     python = args.python.absolute()  # not resolved: the link is what names the environment
     if args.what == "torch":
         install_torch(python)
     else:
-        install_vllm(python, args.version)
+        engines[args.what](python, args.version)
 
 
 if __name__ == "__main__":

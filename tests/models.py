@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from examples.smollm2 import make_once, models_folder, smollm2
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+TOOLS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+"""Special tokens of Qwen3 besides, where a model has them."""
 
 # ChatML with Hermes-style tools, as Qwen3: <think> blocks of earlier turns are left out.
 CHAT_TEMPLATE = """\
@@ -79,6 +82,11 @@ def tiny_qwen3() -> Path:
     return make_once(models_folder() / "tiny_qwen3", _make_qwen3)
 
 
+def tiny_qwen3_float32() -> Path:
+    """The folder of a random Qwen3 of 0.2 M parameters, in float32 and with Qwen3's tool tokens."""
+    return make_once(models_folder() / "tiny_qwen3_float32", _make_qwen3_float32)
+
+
 def tiny_qwen3_moe() -> Path:
     """The folder of a random Qwen3-MoE: 4 layers of 8 experts, 2 per token."""
     return make_once(models_folder() / "tiny_qwen3_moe", _make_qwen3_moe)
@@ -104,6 +112,14 @@ def _make_qwen3(folder: Path) -> None:
     _save(folder, Qwen3Config(**CONFIG, intermediate_size=768))
 
 
+def _make_qwen3_float32(folder: Path) -> None:
+    from transformers import Qwen3Config
+
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "initializer_range": 0.3}
+    config = Qwen3Config(**{**CONFIG, **small}, intermediate_size=128)
+    _save(folder, config, "float32", [*SPECIAL, *TOOLS])
+
+
 def _make_qwen3_moe(folder: Path) -> None:
     from transformers import Qwen3MoeConfig
 
@@ -111,22 +127,24 @@ def _make_qwen3_moe(folder: Path) -> None:
     _save(folder, Qwen3MoeConfig(**CONFIG, **experts, intermediate_size=768, norm_topk_prob=True))
 
 
-def _save(folder: Path, config: Any) -> None:
+def _save(
+    folder: Path, config: Any, dtype: str = "bfloat16", special: Sequence[str] = SPECIAL
+) -> None:
     """Random weights for `config`, with the tokenizer, into `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer(special)
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     config.eos_token_id = stop
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=stop)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer() -> Any:
+def _tokenizer(special: Sequence[str]) -> Any:
     """Byte-level BPE, trained on the licence text: enough for some merges."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -142,7 +160,7 @@ def _tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -186,7 +204,10 @@ def _make_lora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(adapter, indent=2))
 
 
-MODELS = {make.__name__: make for make in (smollm2, tiny_lora, tiny_qwen3, tiny_qwen3_moe)}
+MODELS = {
+    make.__name__: make
+    for make in (smollm2, tiny_lora, tiny_qwen3, tiny_qwen3_float32, tiny_qwen3_moe)
+}
 
 if __name__ == "__main__":
     print(MODELS[sys.argv[1]]())
