@@ -17,8 +17,8 @@ from recorder_core import MemoryStore, Record
 from recorder_core.stores import AddOutcome
 from tests.tinker.conftest import finished
 from tests.tinker.prompts import prompt
-from tests.tinker.test_recording import plain
 from tinker_recorder import TinkerRecorder
+from tinker_recorder.futures import plain
 
 pytestmark = pytest.mark.server
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from packaging.version import Version
 from tinker import types
 
 from recorder_core import FinishReason, KeyPrefix, Record
-from tests.tinker.conftest import SDK
+from tests.tinker.conftest import SDK, finished
 from tests.tinker.prompts import prompt, prompt_ids
 from tinker_recorder import TinkerRecorder, with_text
+from tinker_recorder.futures import plain
 
 pytestmark = pytest.mark.server
 
@@ -114,12 +116,6 @@ async def test_64_concurrent_samples_under_64_keys(
         (record,) = recorder.store.get(KeyPrefix(key))
         assert_same(record, sequence, seed)
     assert recorder.stats().recorded == 64
-
-
-def plain(future: Any) -> Future[Any]:
-    """The `concurrent.futures` future of a sample, in every version of the SDK."""
-    inner = getattr(future, "future", None)
-    return inner() if inner is not None else future
 
 
 @pytest.mark.slow
@@ -222,6 +218,41 @@ def test_log_probabilities_of_a_prompt_are_no_sample(
         assert len(client.compute_logprobs(prompt()).result()) == len(prompt_ids())
     stats = recorder.stats()
     assert (stats.started, stats.unkeyed) == (0, {})
+
+
+@pytest.mark.parametrize("theirs_first", [True, False])
+def test_another_patch_of_sample_stacks_with_ours(
+    theirs_first: bool,
+    service: tinker.ServiceClient,
+    params: types.SamplingParams,
+    fresh_key: Key,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def patch() -> None:
+        beneath = tinker.SamplingClient.sample
+
+        @functools.wraps(beneath)
+        def sample(*args: Any, **kwargs: Any) -> Any:
+            future = beneath(*args, **kwargs)
+            plain(future).add_done_callback(lambda done: seen.append(done.result()))
+            return future
+
+        monkeypatch.setattr(tinker.SamplingClient, "sample", sample)
+
+    recorder = TinkerRecorder()
+    for step in (patch, recorder.instrument) if theirs_first else (recorder.instrument, patch):
+        step()
+    key = fresh_key()
+    client = finished(service.create_sampling_client(base_model=str(model)))
+    with recorder.record_key(key):
+        result = client.sample(prompt(), 1, params).result()
+    (record,) = recorder.drain(key).records
+    assert_same(record, result.sequences[0], 0)
+    assert seen == [result]
+    recorder.close()
 
 
 def test_text_is_decoded_when_it_is_asked_for(

@@ -2,11 +2,11 @@
 
 What differs between them:
 
-| tinker | a sample's future | sequence ids | kinds of samplers |
+| tinker | a sample's future | sequence ids | samplers |
 | --- | --- | --- | --- |
-| 0.25 | `concurrent.futures.Future` | no | snapshots only |
-| 0.26 to 0.37 | the same | yes | snapshots and, in later ones, in-flight |
-| 0.38 | a future that can be awaited as well | yes | snapshots and in-flight |
+| 0.25 | `concurrent.futures.Future` | no | snapshots |
+| 0.26 to 0.36 | the same | yes | snapshots |
+| 0.38 | one that can be awaited as well | yes | snapshots and in-flight ones |
 """
 
 from __future__ import annotations
