@@ -215,7 +215,7 @@ def test_log_probabilities_of_a_prompt_are_no_sample(
     recorder: TinkerRecorder, client: tinker.SamplingClient, fresh_key: Key
 ) -> None:
     with recorder.record_key(fresh_key()):
-        assert len(client.compute_logprobs(prompt()).result()) == len(prompt_ids())
+        assert client.compute_logprobs(prompt()).result()[-1] < 0
     stats = recorder.stats()
     assert (stats.started, stats.unkeyed) == (0, {})
 
@@ -252,6 +252,7 @@ def test_another_patch_of_sample_stacks_with_ours(
     (record,) = recorder.drain(key).records
     assert_same(record, result.sequences[0], 0)
     assert seen == [result]
+    monkeypatch.undo()
     recorder.close()
 
 
