@@ -203,12 +203,13 @@ def test_an_eviction_does_not_scan_the_store():
         start = time.perf_counter()
         for record in records:
             store.add(record)
+        seconds = time.perf_counter() - start
         assert store.stats().counters["evicted"] == 200
-        return (time.perf_counter() - start) / 200
+        return seconds / 200
 
     few = min(seconds_per_eviction(100) for _ in range(3))
     many = min(seconds_per_eviction(10_000) for _ in range(3))
-    assert many < 5 * few  # a scan would be 100 times as long
+    assert many < 10 * few  # a scan would be 100 times as long
 
 
 # Memory
@@ -290,7 +291,7 @@ def _turns(runs: int, turns: int, prompt: int, response: int, text: bool) -> Ite
 def test_bytes_are_what_the_records_really_take(runs, turns, prompt, response, text):
     store = MemoryStore()
     recorder = Recorder(store)
-    for warm_up in _turns(1, 1, prompt, response, text):
+    for warm_up in _turns(1, turns, prompt, response, text):
         recorder.submit(warm_up)
     recorder.flush()
     store.remove(ALL)

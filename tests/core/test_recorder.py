@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import statistics
+import sys
 import threading
 import time
 import tracemalloc
@@ -46,6 +47,15 @@ def adds_up(stats: RecorderStats) -> bool:
         stats.started == stats.recorded + sum(stats.dropped.values()) + stats.pending
         and stats.recorded == stats.extended + stats.roots
     )
+
+
+@pytest.fixture
+def busy_threads() -> Iterator[None]:
+    """Threads change places after a few operations, not every 5 ms."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
 
 
 class BlockingStore(MemoryStore):
@@ -442,8 +452,8 @@ def test_closing_does_not_wait_longer_than_told(blocked):
     assert blocked.stats().recorded == 1
 
 
-def test_turns_finished_while_the_recorder_closes_are_all_accounted_for():
-    for _ in range(20):
+def test_turns_finished_while_the_recorder_closes_are_all_accounted_for(busy_threads):
+    for _ in range(30):
         recorder = Recorder()
         with ThreadPoolExecutor(4) as threads:
             for _ in range(4):

@@ -269,6 +269,12 @@ def test_each_retry_in_a_chain_supersedes_the_one_before() -> None:  # A8
     assert paths(assemble(recording.records)) == [[10, 22]]
 
 
+def test_a_retry_in_the_same_instant_is_the_one_that_counts() -> None:  # A8
+    retry = record(id="a", response_ids=[20], attempt=1, finished_at=1)
+    first = record(id="b", response_ids=[21], attempt=0, finished_at=2)
+    assert [each.id for each in Forest([first, retry]).superseded] == ["b"]
+
+
 def test_an_absurd_retry_count_costs_no_time() -> None:
     recording = Recording()
     recording.turn([10], [20])

@@ -1,15 +1,8 @@
-"""Runs `vllm` command lines in one process: importing vLLM takes ten seconds, a fork none.
-
-    python -m tests.vllm.command_lines < cases.json
-
-Reads a list of `{"argv", "env", "version", "options"}` and writes what became of each: its exit
-status (None: it was still running when the time was up) and what it printed. `version` is what
-vLLM then calls its own version; with `options` the process ends once the flags are understood,
-and prints them.
-"""
+"""Runs `vllm` command lines as forks of one process: importing vLLM anew takes ten seconds each."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -18,15 +11,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 from examples.vllm_server import ENVIRONMENT
 
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,13 @@ class Command:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
-    options: bool = False
+    """What vLLM calls its own version; its real one if empty."""
+    without: str = ""
+    """`module:Class.method` that this vLLM does not have."""
+    stubs: Sequence[str] = ()
+    """Modules that vLLM is to believe are installed."""
+    understand: bool = False
+    """End once the flags are read, and print what they said."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,9 @@ class Outcome:
     """What became of it."""
 
     status: int | None
+    """Its exit status; None: it was still running when the time was up."""
     output: str
+    """What it printed, errors included."""
 
 
 def run_all(commands: Mapping[str, Command]) -> dict[str, Outcome]:
@@ -63,22 +64,17 @@ def run_all(commands: Mapping[str, Command]) -> dict[str, Outcome]:
 
 def _main() -> None:
     commands = [Command(**each) for each in json.load(sys.stdin)]
-    with tempfile.TemporaryFile() as ignored:
-        # The first one imports what `vllm serve` needs.
-        _fork_free_help(ignored.fileno())
+    # The first one imports what `vllm` needs; it prints help, which is not wanted here.
+    sys.argv = ["vllm", "serve", "--help=Recording"]
+    with suppress(SystemExit), redirect_stdout(sys.stderr):
+        _vllm()
     print(json.dumps([asdict(_run(command)) for command in commands]))
 
 
-def _fork_free_help(output: int) -> None:
+def _vllm() -> None:
     from vllm.entrypoints.cli.main import main
 
-    stdout = os.dup(1)
-    os.dup2(output, 1)
-    sys.argv = ["vllm", "serve", "--help=Recording"]
-    with suppress(SystemExit):
-        main()
-    sys.stdout.flush()
-    os.dup2(stdout, 1)
+    main()
 
 
 def _run(command: Command) -> Outcome:
@@ -112,12 +108,13 @@ def _child(command: Command, output: int) -> int:
     os.environ.update(command.env)
     status = 0
     try:
-        _vllm(command)
+        _prepare(command)
+        _vllm()
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except Exception:  # noqa: BLE001 - printed, as the interpreter would
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
@@ -125,25 +122,30 @@ def _child(command: Command, output: int) -> int:
     return status
 
 
-def _vllm(command: Command) -> None:
+def _prepare(command: Command) -> None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.cli.main import main
+
     from vllm_recorder import plugin
 
+    sys.argv = ["vllm", *command.argv]
+    sys.modules.update({name: MagicMock() for name in command.stubs})
     if command.version:
         vllm.__version__ = command.version
-    if command.options:
-        understand = EngineArgs.from_cli_args.__func__
+    if command.without:
+        module, _, path = command.without.partition(":")
+        owner, name = path.split(".")
+        delattr(getattr(importlib.import_module(module), owner), name)
+    if command.understand:
+        read = EngineArgs.from_cli_args.__func__
 
-        def and_end(cls: type[Any], args: Any) -> None:
-            understand(cls, args)
-            print("understood", plugin._options)
+        def read_and_end(cls: type[Any], args: Any) -> None:
+            read(cls, args)
+            loaded = sorted(name for name in sys.modules if name.startswith("vllm_recorder"))
+            print("understood", plugin._options, loaded)
             raise SystemExit(0)
 
-        EngineArgs.from_cli_args = classmethod(and_end)
-    sys.argv = ["vllm", *command.argv]
-    main()
+        EngineArgs.from_cli_args = classmethod(read_and_end)
 
 
 if __name__ == "__main__":

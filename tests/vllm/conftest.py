@@ -17,6 +17,8 @@ from recorder_core.client import RecordClient
 from tests.models import tiny_lora, tiny_qwen3
 
 ADMIN_KEY = "admin-key-of-the-tests"
+ENGINE_KEY = "engine-key-of-the-tests"
+"""What `--api-key` of the keyed server is."""
 ADAPTER = "tiny-lora"
 """The name under which the servers serve the LoRA adapter."""
 
@@ -26,7 +28,13 @@ SERVING = [
     "--enable-prefix-caching",
     *["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
 ]
-ENV = {"RECORDER_ADMIN_KEY": ADMIN_KEY, "VLLM_SERVER_DEV_MODE": "1"}
+if Version(vllm.__version__) >= Version("0.30.0"):
+    SERVING += ["--enable-scale-out"]  # /inference/v1/generate; older releases always serve it
+ENV = {
+    "RECORDER_ADMIN_KEY": ADMIN_KEY,
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
 
 
 def lora_arguments() -> list[str]:
@@ -57,6 +65,25 @@ def recording_server(log_folder: Path) -> Iterator[VLLMServer]:
 def record_client(recording_server: VLLMServer) -> Iterator[RecordClient]:
     """A client of the recording server's `/records` that holds the admin key."""
     with RecordClient(recording_server.base_url, admin_key=ADMIN_KEY) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def keyed_server(log_folder: Path) -> Iterator[VLLMServer]:
+    """The tiny model behind the engine's own API key; two requests at a time, the rest queue.
+
+    Its logprobs are those of the distribution that is sampled from.
+    """
+    args = ["--enable-recording", *["--dtype", "float32"], *["--max-num-seqs", "2"]]
+    args += ["--api-key", ENGINE_KEY, "--logprobs-mode", "processed_logprobs"]
+    with VLLMServer(tiny_qwen3(), *args, env=ENV, log=log_folder / "keyed.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed_client(keyed_server: VLLMServer) -> Iterator[RecordClient]:
+    """A client of the keyed server's `/records` that holds the admin key."""
+    with RecordClient(keyed_server.base_url, admin_key=ADMIN_KEY) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -404,7 +404,8 @@ def _logprobs(turn: Turn, count: int) -> tuple[AnyArray | None, tuple[str, ...]]
     values = turn.logprobs() if callable(turn.logprobs) else turn.logprobs
     if values is None:
         return None, (*turn.flags, "logprobs_missing")
-    array = np.asarray(values, dtype=np.float32)
+    # A copy where it is an `array.array`: that one has room to grow, which would be kept.
+    array = np.array(values, dtype=np.float32)
     if len(array) != count:
         # Which value belongs to which token is not known any more: none is kept.
         return None, (*turn.flags, "logprobs_length_mismatch")
@@ -427,29 +428,39 @@ def _build(
     routed: RoutedExperts | None,
     placement: Placement,
 ) -> Record:
+    given = {
+        "parent": placement.parent,
+        "start": placement.start,
+        "logprobs": logprobs,
+        "versions": tuple(turn.versions),
+        "stop_reason": turn.stop_reason,
+        "prompt_text": None if placement.parent else turn.prompt_text,
+        "response_text": turn.response_text,
+        "routed_experts": routed.after(placement.routed_rows) if routed else None,
+        "adapter": turn.adapter,
+        "multi_modal": turn.multi_modal,
+        "request_id": turn.request_id,
+        "sample_index": turn.sample_index,
+        "attempt": turn.attempt,
+        "cached_tokens": turn.cached_tokens,
+        "flags": flags,
+    }
     return Record(
         id=turn.id,
         key=turn.key,
-        parent=placement.parent,
-        start=placement.start,
         # A copy: a view would keep the whole prompt in memory.
         prompt_ids=prompt_ids[placement.start :].copy() if placement.start else prompt_ids,
         response_ids=response_ids,
-        logprobs=logprobs,
-        versions=tuple(turn.versions),
         finish_reason=turn.finish_reason,
-        stop_reason=turn.stop_reason,
-        prompt_text=None if placement.parent else turn.prompt_text,
-        response_text=turn.response_text,
-        routed_experts=routed.after(placement.routed_rows) if routed else None,
         sampling=turn.sampling,
-        adapter=turn.adapter,
-        multi_modal=turn.multi_modal,
-        request_id=turn.request_id,
-        sample_index=turn.sample_index,
-        attempt=turn.attempt,
-        cached_tokens=turn.cached_tokens,
         created_at=turn.created_at,
         finished_at=turn.finished_at,
-        flags=flags,
+        # What is at its default is left out: each field given costs memory, and bytes on the wire.
+        **{name: value for name, value in given.items() if not _is_default(name, value)},
+    )
+
+
+def _is_default(name: str, value: Any) -> bool:
+    return value is None or (
+        isinstance(value, (int, str, tuple)) and value == Record.model_fields[name].default
     )

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, model_validator
 from typing_extensions import Self
 
 from recorder_core.arrays import AnyArray, ArrayModel, ExpertIds, Float32Array, Int32Array
@@ -63,7 +63,7 @@ Info = Annotated[dict[str, JsonValue], AfterValidator(_writable)]
 
 # Measured with tracemalloc on records as the recorder builds them, three arrays, sampling, ids
 # and a share of the store's own dictionaries included.
-_OBJECT_BYTES = 5_400
+_OBJECT_BYTES = 3_600
 _VERSION_BYTES = 300
 _ITEM_BYTES = 800
 
@@ -207,14 +207,14 @@ class Record(ArrayModel):
     """How often the client had sent this request before, by its own count."""
     cached_tokens: int | None = None
     """Prompt tokens that the engine took from its prefix cache."""
-    created_at: float = 0.0
+    created_at: FiniteFloat = 0.0
     """When the engine took the request: seconds since the epoch."""
-    finished_at: float = 0.0
+    finished_at: FiniteFloat = 0.0
     """When the generation ended: seconds since the epoch."""
     flags: tuple[str, ...] = ()
     """What a trainer should know, e.g. `logprobs_length_mismatch`."""
 
-    reward: float | None = None
+    reward: FiniteFloat | None = None
     token_level_reward: Float32Array | None = None
     """float32 [response tokens]."""
     info: Info = {}

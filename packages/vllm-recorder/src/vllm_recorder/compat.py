@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -43,6 +45,15 @@ def check_version(text: str) -> Version:
     return version
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """At the command line the message is the answer, not a traceback."""
+    try:
+        yield
+    except UnsupportedEngineError as error:
+        raise SystemExit(f"vllm: error: {error}") from None
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Refuse ways of serving in which requests would go past the recorder unseen.
 
@@ -63,11 +74,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         "--headless serves no API: give the flag to the node that does": getattr(
             args, "headless", False
         ),
+        "data parallel engines are not supported yet: start one server per replica and give the "
+        "record client all their addresses": getattr(args, "data_parallel_size", 1) > 1,
+        # After data parallel, which by default is so many API servers.
         f"{count} API server processes would each record only a part: use --api-server-count 1": (
             count is not None and count > 1
         ),
-        "data parallel engines are not supported yet: start one server per replica and give the "
-        "record client all their addresses": getattr(args, "data_parallel_size", 1) > 1,
     }
     for message, applies in refusals.items():
         if applies:
@@ -83,18 +95,26 @@ def check_hook_points(output_processor: Any) -> None:
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.engine.output_processor import RequestState
 
-    _check_parameters(output_processor.add_request, ["request", "prompt"])
+    _check_parameters(output_processor, "add_request", ["request", "prompt"])
     _check_parameters(
-        RequestState.make_request_output,
+        RequestState,
+        "make_request_output",
         ["self", "new_token_ids", "pooling_output", "finish_reason", "stop_reason"],
     )
-    _check_parameters(LogprobsProcessor._update_sample_logprobs, ["self", "logprobs_lists"])
+    _check_parameters(LogprobsProcessor, "_update_sample_logprobs", ["self", "logprobs_lists"])
 
 
-def _check_parameters(function: Any, expected: list[str]) -> None:
-    found = list(inspect.signature(function).parameters)[: len(expected)]
-    if found != expected:
-        raise UnsupportedEngineError(
-            f"vLLM's {function.__qualname__} takes {found}, expected {expected}: this build of "
-            "vLLM differs from the release that vllm-recorder was made for"
-        )
+def _check_parameters(owner: Any, name: str, expected: list[str]) -> None:
+    where = f"{owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{name}"
+    function = getattr(owner, name, None)
+    if function is None:
+        found = "is missing"
+    else:
+        parameters = list(inspect.signature(function).parameters)[: len(expected)]
+        if parameters == expected:
+            return
+        found = f"takes {parameters}, expected {expected}"
+    raise UnsupportedEngineError(
+        f"vLLM's {where} {found}: this build of vLLM differs from the release that vllm-recorder "
+        f"was made for. Install a released vLLM >={OLDEST}, <{NEWEST}"
+    )

@@ -8,6 +8,7 @@ there. Requests that are not recorded are left exactly as they were.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import time
@@ -84,6 +85,25 @@ class RecordedRequest(RequestState):
             self.recording.finish(self, finish_reason, stop_reason)
         return super().make_request_output(
             new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs
+        )
+
+
+class UnrecordedRequest(RequestState):
+    """A request that is not recorded, of an engine that returns routed experts for us alone."""
+
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: EngineFinishReason | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As vLLM's; the reply shows no routed experts."""
+        if finish_reason is not None:
+            self.routed_experts_chunks = []
+        return super().make_request_output(
+            new_token_ids, pooling_output, finish_reason, *args, **kwargs
         )
 
 
@@ -269,42 +289,67 @@ class Hook:
         params = request.sampling_params
         if params is None:
             return  # pooling: nothing is generated
+        state = self._processor.request_states[request.request_id]
+        if isinstance(state, RecordedRequest):
+            return
+        if self.hide_routed_experts:
+            state.__class__ = UnrecordedRequest  # unless it turns out below to be recorded
         identity = current_identity()
         if identity is None:
             identity = _identity_of(params)
         if identity.key is None:
             self.recorder.count_unkeyed(identity.reason)
             return
-        state = self._processor.request_states[request.request_id]
-        if isinstance(state, RecordedRequest):
-            return
         pending = self.recorder.start(identity.key)
         refusal = _refusal(request)
         if refusal:
             pending.drop(refusal)
             return
-        state.recording = Recording(self, pending, request, identity.attempt)
+        try:
+            self._take_over(request, state, Recording(self, pending, request, identity.attempt))
+        except Exception:
+            pending.drop("error")
+            raise
+
+    def _take_over(self, request: Any, state: Any, recording: Recording) -> None:
+        state.recording = recording
         state.__class__ = RecordedRequest
-        if params.num_logprobs is None:
+        if request.sampling_params.num_logprobs is None:
+            processor = state.logprobs_processor
+            processor.chosen = array("f")
+            processor.__class__ = ChosenLogprobs
             # 0 asks the engine for the sampled token's logprob only. On a copy: the state above
-            # was made from the client's own parameters, and so its reply is.
-            params = copy(params)
+            # was made from the client's own parameters, and so its reply is. Last, as vLLM's own
+            # processor takes logprobs that were not asked for as a fault of the engine.
+            params = copy(request.sampling_params)
             params.logprobs = 0
             request.sampling_params = params
-            processor = state.logprobs_processor
-            processor.__class__ = ChosenLogprobs
-            processor.chosen = array("f")
 
     def sampling(self, params: Any) -> Sampling:
         """How a generation is sampled."""
-        return Sampling(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            seed=params.seed,
-            logprobs_mode=self._logprobs_mode,
+        return _sampling(
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            params.min_p,
+            params.seed,
+            self._logprobs_mode,
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling(
+    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, mode: str
+) -> Sampling:
+    # Requests are sampled alike: their records share one object, which is immutable.
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        logprobs_mode=mode,
+    )
 
 
 def _identity_of(params: Any) -> Identity:

@@ -11,7 +11,6 @@ import functools
 import logging
 from typing import Any
 
-from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions, add_arguments
 from vllm_recorder import compat
 
@@ -26,15 +25,24 @@ def register() -> None:
     try:
         from vllm import plugins
         from vllm.engine.arg_utils import EngineArgs
-    except ImportError:
-        logger.exception("vllm-recorder found no vLLM that it knows; nothing is recorded")
-        return
-    if hasattr(EngineArgs, "_recorder_registered"):
+
+        if hasattr(EngineArgs, "_recorder_registered"):
+            return
+        # All are made before the first takes effect: flags without the rest would be understood
+        # and do nothing.
+        add_cli_args = _with_flags(EngineArgs.add_cli_args)
+        from_cli_args = _with_options(EngineArgs.from_cli_args.__func__)
+        load_endpoint_plugins = _with_endpoints(plugins.load_endpoint_plugins)
+    except (ImportError, AttributeError):
+        logger.exception(
+            "vllm-recorder supports vLLM >=%s, <%s; this one gets no --enable-recording",
+            *[compat.OLDEST, compat.NEWEST],
+        )
         return
     EngineArgs._recorder_registered = True
-    EngineArgs.add_cli_args = _with_flags(EngineArgs.add_cli_args)
-    EngineArgs.from_cli_args = classmethod(_with_options(EngineArgs.from_cli_args.__func__))
-    plugins.load_endpoint_plugins = _with_endpoints(plugins.load_endpoint_plugins)
+    EngineArgs.add_cli_args = add_cli_args
+    EngineArgs.from_cli_args = classmethod(from_cli_args)
+    plugins.load_endpoint_plugins = load_endpoint_plugins
 
 
 def _with_flags(add_cli_args: Any) -> Any:
@@ -56,8 +64,9 @@ def _with_options(from_cli_args: Any) -> Any:
         _options = RecordingOptions.from_args(args)
         if _options.enabled:
             _check(args)
-            if _options.routed_experts:
+            if _options.routed_experts and not args.enable_return_routed_experts:
                 args.enable_return_routed_experts = True
+                args.recording_hides_routed_experts = True
         return from_cli_args(cls, args)
 
     return with_options
@@ -66,12 +75,9 @@ def _with_options(from_cli_args: Any) -> Any:
 def _check(args: argparse.Namespace) -> None:
     import vllm
 
-    try:
+    with compat.refusing():
         compat.check_version(vllm.__version__)
         compat.check_arguments(args)
-    except UnsupportedEngineError as error:
-        # At the command line the message is the answer, not a traceback.
-        raise SystemExit(f"vllm: error: {error}") from None
 
 
 def _with_endpoints(load_endpoint_plugins: Any) -> Any:
@@ -82,7 +88,8 @@ def _with_endpoints(load_endpoint_plugins: Any) -> Any:
             # --enable-recording is the operator's consent that VLLM_PLUGINS stands for.
             from vllm_recorder.server import RecordingEndpoints
 
-            loaded.append(RecordingEndpoints(_options, supported_tasks))
+            with compat.refusing():
+                loaded.append(RecordingEndpoints(_options, supported_tasks))
         return loaded
 
     return with_endpoints

@@ -18,7 +18,7 @@ from recorder_core.server import (
     RecorderCollector,
     records_router,
 )
-from vllm_recorder import hook
+from vllm_recorder import compat, hook
 
 logger = logging.getLogger("vllm.recorder")
 
@@ -70,21 +70,22 @@ class RecordingEndpoints:
         """Hook the engine's output processor.
 
         Raises:
-            UnsupportedEngineError: A hook point is missing, or routed experts were asked of a
-                model that has none.
+            SystemExit: A hook point is missing, or routed experts were asked of a model that has
+                none.
         """
-        if self._options.routed_experts and not engine_client.model_config.get_num_experts():
-            raise UnsupportedEngineError(
-                "--recording-routed-experts: the model has no experts; leave the flag out"
-            )
         self._engine = engine_client
-        hook.install(
-            engine_client,
-            self._recorder,
-            version=await engine_client.get_weight_version(),
-            # Turned on by our flag alone, the API's replies must not show them.
-            hide_routed_experts=self._options.routed_experts,
-        )
+        with compat.refusing():
+            if self._options.routed_experts and not engine_client.model_config.get_num_experts():
+                raise UnsupportedEngineError(
+                    "--recording-routed-experts: the model has no experts; leave the flag out"
+                )
+            hook.install(
+                engine_client,
+                self._recorder,
+                version=await engine_client.get_weight_version(),
+                # Turned on by our flag alone, the API's replies must not show them.
+                hide_routed_experts=getattr(args, "recording_hides_routed_experts", False),
+            )
         REGISTRY.register(RecorderCollector(self._recorder))
         logger.info(
             "Recording generations under <batch>/<task>/<run> API keys; /records %s",

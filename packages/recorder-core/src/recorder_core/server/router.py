@@ -129,10 +129,10 @@ def records_router(
         blob = await request.body()
 
         def put() -> int:
-            # Written and read once more: what goes in can be drained and assembled, and holds on
-            # to no byte of the body that is not a record's.
+            # Written and read once more: what goes in can be drained, assembled and shown, and
+            # holds on to no byte of the body that is not a record's.
             records = decode_records(encode_records(decode_records(blob)))
-            assemble(records)
+            _as_json(assemble(records))
             wanted = RecordKey.parse(key)
             recorder.forget(wanted)
             recorder.flush(_FLUSH_TIMEOUT_S)

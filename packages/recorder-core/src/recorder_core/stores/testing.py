@@ -15,6 +15,7 @@ seconds in all. Where failures should show values, put
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -100,6 +101,14 @@ class RecordStoreContract:
         store = make_store(256 * 1024**2)
         yield store
         store.close()
+
+    @pytest.fixture
+    def busy_threads(self) -> Iterator[None]:
+        """Makes threads change places after a few operations, not every 5 ms."""
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        yield
+        sys.setswitchinterval(usual)
 
     def test_an_added_record_is_read_back_equal(self, store: RecordStore) -> None:
         """Every field survives, arrays and texts included."""
@@ -567,6 +576,26 @@ class RecordStoreContract:
             with pytest.raises(StoreClosedError):
                 call()
 
+    @pytest.mark.usefixtures("busy_threads")
+    def test_threads_that_write_to_one_key_lose_nothing(self, store: RecordStore) -> None:
+        """Neither a record, nor info, nor a byte of the accounts."""
+
+        def write(thread: int) -> None:
+            for number in range(30):
+                name = f"{thread}-{number}"
+                add(store, root(name))
+                assert store.update(KEY, record_ids=[name], info={f"by {thread}": number}) == 1
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(write, range(8)))
+        records = store.get(ALL)
+        expected = {f"{a}-{b}": {f"by {a}": b} for a in range(8) for b in range(30)}
+        assert {record.id: record.info for record in records} == expected
+        assert _accounted_for(store) == store.stats().counters["stored"] == 240
+        assert store.ack(store.drain(ALL, LONG_S).id) == 240
+        assert store.stats().bytes == 0
+
+    @pytest.mark.usefixtures("busy_threads")
     def test_each_record_comes_out_exactly_once(self, store: RecordStore) -> None:
         """Eight threads add runs and reward them while two others drain and acknowledge."""
         done = threading.Event()

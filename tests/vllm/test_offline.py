@@ -1,0 +1,398 @@
+"""Engines in this process: `install()` on `LLM` and `AsyncLLM`, keys given in Python."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+import vllm_recorder
+from examples.vllm_server import ENVIRONMENT
+from recorder_core import FinishReason, KeyPrefix, Record, Recorder
+from recorder_core.stores import MemoryStore
+from tests.models import tiny_qwen3
+from vllm_recorder import hook
+
+PROMPTS = [
+    "Subject to the terms of this License",
+    "0123456789",
+    "You may reproduce and distribute copies of the Work",
+]
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(environment: None) -> Iterator[LLM]:
+    engine = LLM(str(tiny_qwen3()), **ENGINE)
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+    del engine
+    gc.collect()
+
+
+@pytest.fixture
+def recorder(llm: LLM) -> Iterator[Recorder]:
+    """A new recorder on the engine, for one test."""
+    yield vllm_recorder.install(llm)
+    vllm_recorder.uninstall(llm)
+
+
+def records_of(recorder: Recorder, prefix: str = "") -> list[Record]:
+    assert recorder.flush(10)
+    return recorder.store.get(KeyPrefix(prefix))
+
+
+def replies(outputs: list[RequestOutput]) -> list[Any]:
+    """What a user gets, without request ids and times."""
+    return [
+        (each.prompt, each.prompt_token_ids, each.prompt_logprobs, each.outputs, each.finished)
+        for each in outputs
+    ]
+
+
+def generate(llm: LLM, prompts: list[str], **params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+
+
+def test_nothing_is_patched_until_an_engine_is_installed(llm: LLM) -> None:
+    processor = llm.llm_engine.output_processor
+    assert "add_request" not in vars(processor)
+    assert OutputProcessor.add_request.__module__ == "vllm.v1.engine.output_processor"
+    assert RequestState.make_request_output.__module__ == "vllm.v1.engine.output_processor"
+
+
+def test_install_and_uninstall_are_idempotent(llm: LLM) -> None:
+    processor, engine = llm.llm_engine.output_processor, llm.llm_engine
+    first = vllm_recorder.install(llm)
+    try:
+        assert vllm_recorder.install(llm) is first
+        assert vllm_recorder.install(engine) is first
+        with vllm_recorder.record_key("0/install/0"):
+            generate(llm, PROMPTS[:1], **GREEDY)
+        assert len(records_of(first)) == 1  # installed twice, recorded once
+    finally:
+        vllm_recorder.uninstall(llm)
+    vllm_recorder.uninstall(llm)
+    assert processor.add_request.__func__ is OutputProcessor.add_request
+    assert engine.set_weight_version.__func__ is type(engine).set_weight_version
+    with vllm_recorder.record_key("0/install/0"):
+        generate(llm, PROMPTS[:1], **GREEDY)
+    assert first.stats().started == 1
+    second = vllm_recorder.install(llm)
+    vllm_recorder.uninstall(llm)
+    assert second is not first
+
+
+def test_a_generation_is_recorded_under_the_key_in_force(llm: LLM, recorder: Recorder) -> None:
+    with vllm_recorder.record_key("3/sort/1") as key:
+        (output,) = generate(llm, PROMPTS[:1], **SAMPLED)
+    (record,) = records_of(recorder)
+    assert record.key == key
+    assert record.parent is None
+    assert record.prompt_ids.tolist() == list(output.prompt_token_ids)
+    assert record.response_ids.tolist() == list(output.outputs[0].token_ids)
+    assert record.prompt_text == PROMPTS[0]
+    assert record.response_text == output.outputs[0].text
+    assert record.finish_reason is FinishReason.LENGTH
+    assert record.stop_reason is None
+    assert record.versions == ((0, 12, "default"),)
+    assert record.sampling.temperature == 1.0
+    assert record.sampling.top_p == 0.9
+    assert record.sampling.seed == 7
+    assert record.sampling.logprobs_mode == "raw_logprobs"
+    assert 0 < record.created_at <= record.finished_at
+    assert record.flags == ()
+
+
+def test_requests_of_one_batch_have_keys_of_their_own(llm: LLM, recorder: Recorder) -> None:
+    params = [
+        SamplingParams(**GREEDY, extra_args={"record_key": f"4/task-{i}/{i}"}) for i in range(2)
+    ]
+    outputs = llm.generate(PROMPTS, [*params, SamplingParams(**GREEDY)], use_tqdm=False)
+    for i in range(2):
+        (record,) = records_of(recorder, f"4/task-{i}")
+        assert str(record.key) == f"4/task-{i}/{i}"
+        assert record.prompt_ids.tolist() == list(outputs[i].prompt_token_ids)
+        assert record.response_ids.tolist() == list(outputs[i].outputs[0].token_ids)
+    stats = recorder.stats()
+    assert (stats.started, stats.recorded, stats.unkeyed) == (2, 2, {"missing": 1})
+
+
+def test_each_of_n_samples_is_a_record(llm: LLM, recorder: Recorder) -> None:
+    with vllm_recorder.record_key("5/n/0"):
+        (output,) = generate(llm, PROMPTS[:1], **SAMPLED, n=3)
+    records = sorted(records_of(recorder), key=lambda record: record.sample_index)
+    assert [record.sample_index for record in records] == [0, 1, 2]
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 3
+    for record, sample in zip(records, output.outputs, strict=True):
+        assert record.response_ids.tolist() == list(sample.token_ids)
+        assert record.response_text == sample.text
+        assert record.parent is None
+    assert recorder.stats().roots == 3
+
+
+def test_a_second_turn_continues_the_first(llm: LLM, recorder: Recorder) -> None:
+    with vllm_recorder.record_key("6/turns/0"):
+        (first,) = generate(llm, PROMPTS[:1], **GREEDY)
+        history = [*first.prompt_token_ids, *first.outputs[0].token_ids, 40, 41, 42]
+        second = llm.generate(
+            {"prompt_token_ids": history}, SamplingParams(**GREEDY), use_tqdm=False
+        )[0]
+    root, turn = records_of(recorder)
+    assert turn.parent == root.id
+    assert turn.prompt_ids.tolist() == [40, 41, 42]
+    assert turn.response_ids.tolist() == list(second.outputs[0].token_ids)
+
+
+def test_generations_without_a_key_are_counted_by_reason(llm: LLM, recorder: Recorder) -> None:
+    with vllm_recorder.record_key("7/skip/0"):
+        with vllm_recorder.skip_recording():
+            generate(llm, PROMPTS[:2], **GREEDY)
+        generate(llm, PROMPTS[:1], **GREEDY)
+    generate(llm, PROMPTS[:1], **GREEDY)
+    for text in ("EMPTY", "a/b", "a/b/x"):
+        generate(llm, PROMPTS[:1], **GREEDY, extra_args={"record_key": text})
+    assert [str(record.key) for record in records_of(recorder)] == ["7/skip/0"]
+    stats = recorder.stats()
+    assert stats.unkeyed == {"skipped": 2, "missing": 1, "not_a_key": 1, "malformed": 2}
+    assert (stats.started, stats.recorded, stats.dropped, stats.pending) == (1, 1, {}, 0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("asked", [0, 5])
+def test_logprobs_are_those_that_a_client_gets_bit_by_bit(
+    llm: LLM, recorder: Recorder, params: dict[str, Any], asked: int
+) -> None:
+    with vllm_recorder.record_key("8/silent/0"):
+        outputs = generate(llm, PROMPTS, **params)
+    with vllm_recorder.record_key("8/asking/0"):
+        twins = generate(llm, PROMPTS, **params, logprobs=asked)
+    silent, asking = (records_of(recorder, f"8/{name}") for name in ("silent", "asking"))
+    by_prompt = {tuple(record.prompt_ids): record for record in silent}
+    twins_by_prompt = {tuple(record.prompt_ids): record for record in asking}
+    for output, twin in zip(outputs, twins, strict=True):
+        sample = twin.outputs[0]
+        assert output.outputs[0].logprobs is None
+        assert output.outputs[0].token_ids == sample.token_ids
+        pairs = zip(sample.logprobs, sample.token_ids, strict=True)
+        expected = np.array([at[token].logprob for at, token in pairs], dtype=np.float32)
+        prompt = tuple(output.prompt_token_ids)
+        assert by_prompt[prompt].logprobs.tobytes() == expected.tobytes()
+        assert twins_by_prompt[prompt].logprobs.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, {**SAMPLED, "n": 2}, {**SAMPLED, "logprobs": 2, "prompt_logprobs": 1}],
+    ids=["greedy", "sampled-n2", "with-logprobs"],
+)
+def test_outputs_are_the_same_with_and_without_recording(llm: LLM, params: dict[str, Any]) -> None:
+    without = generate(llm, PROMPTS, **params)
+    recorder = vllm_recorder.install(llm)
+    try:
+        with vllm_recorder.record_key("9/same/0"):
+            recorded = generate(llm, PROMPTS, **params)
+    finally:
+        vllm_recorder.uninstall(llm)
+    assert replies(recorded) == replies(without)
+    assert len(records_of(recorder)) == len(PROMPTS) * params.get("n", 1)
+    if "logprobs" not in params:
+        sample = recorded[0].outputs[0]
+        assert (sample.logprobs, sample.cumulative_logprob) == (None, None)
+
+
+def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_ids(
+    llm: LLM, recorder: Recorder
+) -> None:
+    text = generate(llm, PROMPTS[1:2], **GREEDY)[0].outputs[0].text
+    stop = text[4:6]  # spans tokens: most are one character each
+    assert text.index(stop) > 0
+    params = {**GREEDY, "stop": [stop]}
+    vllm_recorder.uninstall(llm)
+    without = generate(llm, PROMPTS[1:2], **params)
+    vllm_recorder.install(llm, recorder)
+    with vllm_recorder.record_key("10/stop/0"):
+        (output,) = generate(llm, PROMPTS[1:2], **params)
+    assert replies([output]) == replies(without)
+    sample = output.outputs[0]
+    (record,) = records_of(recorder)
+    assert record.response_ids.tolist() == list(sample.token_ids)
+    assert len(record.logprobs) == len(sample.token_ids) < 12
+    assert record.response_text == sample.text == text[: text.index(stop)]
+    assert record.finish_reason is FinishReason.STOP
+    assert record.stop_reason == stop
+
+
+def test_a_version_set_between_generations_names_the_weights(llm: LLM, recorder: Recorder) -> None:
+    with vllm_recorder.record_key("11/version/0"):
+        generate(llm, PROMPTS[:1], **GREEDY)
+        llm.llm_engine.set_weight_version("step-1")
+        try:
+            generate(llm, PROMPTS[1:2], **GREEDY)
+        finally:
+            llm.llm_engine.set_weight_version("default")
+    records = records_of(recorder)
+    assert [record.versions for record in records] == [((0, 12, "default"),), ((0, 12, "step-1"),)]
+
+
+class BrokenStore(MemoryStore):
+    """Fails at every record."""
+
+    def add(self, record: Record) -> Any:
+        raise OSError(f"no room for {record.id}")
+
+
+def test_a_store_that_raises_costs_records_only(llm: LLM) -> None:
+    without = generate(llm, PROMPTS, **GREEDY)
+    recorder = vllm_recorder.install(llm, Recorder(BrokenStore()))
+    try:
+        with vllm_recorder.record_key("12/store/0"):
+            outputs = generate(llm, PROMPTS, **GREEDY)
+    finally:
+        vllm_recorder.uninstall(llm)
+    assert replies(outputs) == replies(without)
+    assert records_of(recorder) == []
+    stats = recorder.stats()
+    assert (stats.started, stats.recorded, stats.dropped) == (3, 0, {"error": 3})
+    assert (stats.pending, stats.errors) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "started"),
+    [
+        (hook.Recording, "_turn", 3),
+        (hook.Recording, "__init__", 3),
+        (hook, "copy", 3),
+        (hook, "current_identity", 0),
+    ],
+    ids=["at its end", "at its start", "half taken over", "before it has a key"],
+)
+def test_a_fault_in_the_hook_costs_records_only(
+    llm: LLM,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: Any,
+    name: str,
+    started: int,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a fault of the recorder")
+
+    with vllm_recorder.skip_recording():
+        without = generate(llm, PROMPTS, **GREEDY)
+    with monkeypatch.context() as patch, vllm_recorder.record_key("13/hook/0"):
+        patch.setattr(owner, name, fail)
+        outputs = generate(llm, PROMPTS, **GREEDY)
+    assert replies(outputs) == replies(without)
+    assert records_of(recorder) == []
+    stats = recorder.stats()
+    assert stats.errors == 3
+    assert (stats.started, stats.recorded, stats.pending) == (started, 0, 0)
+    assert stats.dropped == ({"error": started} if started else {})
+    # Once a minute at most, with the request and the reason.
+    assert len([each for each in caplog.records if "request " in each.getMessage()]) == 1
+    assert "a fault of the recorder" in caplog.text
+    # The next generation is recorded again.
+    with vllm_recorder.record_key("13/hook/1"):
+        generate(llm, PROMPTS[:1], **GREEDY)
+    assert len(records_of(recorder)) == 1
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def async_llm(environment: None) -> AsyncIterator[AsyncLLM]:
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tiny_qwen3()), **ENGINE))
+    yield engine
+    engine.shutdown()
+
+
+async def last_output(engine: AsyncLLM, prompt: str, request: str, **params: Any) -> RequestOutput:
+    async for output in engine.generate(prompt, SamplingParams(**params), request):
+        last = output
+    return last
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_concurrent_tasks_keep_their_keys_apart(async_llm: AsyncLLM) -> None:
+    recorder = vllm_recorder.install(async_llm)
+
+    async def episode(number: int) -> RequestOutput:
+        with vllm_recorder.record_key(f"14/task/{number}"):
+            prompt = f"{PROMPTS[number % 3]} {number}"
+            return await last_output(async_llm, prompt, f"request-{number}", **SAMPLED)
+
+    try:
+        outputs = await asyncio.gather(*(episode(number) for number in range(16)))
+    finally:
+        vllm_recorder.uninstall(async_llm)
+    for number, output in enumerate(outputs):
+        (record,) = records_of(recorder, f"14/task/{number}")
+        assert record.prompt_ids.tolist() == list(output.prompt_token_ids)
+        assert record.response_ids.tolist() == list(output.outputs[0].token_ids)
+        assert record.request_id.startswith(f"request-{number}")
+    assert recorder.stats().recorded == 16
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_abort_keeps_the_tokens_so_far(async_llm: AsyncLLM) -> None:
+    long = {**GREEDY, "max_tokens": 400}
+    whole = (await last_output(async_llm, PROMPTS[0], "whole", **long)).outputs[0].token_ids
+    recorder = vllm_recorder.install(async_llm)
+    try:
+        with vllm_recorder.record_key("15/abort/0"):
+            stream = async_llm.generate(PROMPTS[0], SamplingParams(**long), "aborted")
+            async for output in stream:
+                if len(output.outputs[0].token_ids) >= 5:
+                    delivered = list(output.outputs[0].token_ids)
+                    break
+            await stream.aclose()
+        (record,) = records_of(recorder)
+    finally:
+        vllm_recorder.uninstall(async_llm)
+    assert record.finish_reason is FinishReason.ABORT
+    count = len(record.response_ids)
+    assert len(delivered) <= count < 400
+    assert record.response_ids.tolist() == list(whole[:count])
+    assert len(record.logprobs) == count
+    assert not np.isnan(record.logprobs).any()
+    stats = recorder.stats()
+    assert (stats.started, stats.recorded, stats.pending) == (1, 1, 0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_aborted_generations_are_dropped_where_asked(async_llm: AsyncLLM) -> None:
+    recorder = vllm_recorder.install(async_llm, Recorder(aborted="drop"))
+    try:
+        with vllm_recorder.record_key("16/drop/0"):
+            params = SamplingParams(**{**GREEDY, "max_tokens": 400})
+            stream = async_llm.generate(PROMPTS[0], params, "dropped")
+            async for _ in stream:
+                break
+            await stream.aclose()
+            kept = await last_output(async_llm, PROMPTS[0], "kept", **GREEDY)
+    finally:
+        vllm_recorder.uninstall(async_llm)
+    (record,) = records_of(recorder)
+    assert record.response_ids.tolist() == list(kept.outputs[0].token_ids)
+    stats = recorder.stats()
+    assert (stats.started, stats.recorded, stats.dropped) == (2, 1, {"aborted": 1})

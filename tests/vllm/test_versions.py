@@ -1,0 +1,267 @@
+"""Which weights sampled which tokens: labels, spans, and what the weights themselves say."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from packaging.version import Version
+
+from examples.vllm_server import VLLMServer
+from recorder_core import FinishReason, Record
+from recorder_core.client import RecordClient
+from tests.models import tiny_qwen3
+from tests.vllm.apis import PROMPT, ask, completions, only, settle, streaming, wait_until
+
+Keys = Callable[[], str]
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+PER_TOKEN_SPANS = Version("0.32.0")
+APPROXIMATE = ("version_boundary_approximate",)
+
+
+def post(server: VLLMServer, path: str, *, json: Any = None, **params: str) -> None:
+    """Call one of vLLM's own routes for trainers."""
+    reply = httpx.post(server.base_url + path, json=json, params=params, timeout=120)
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.fixture
+def labels(record_client: RecordClient) -> Iterator[RecordClient]:
+    """The label is `default` again afterwards."""
+    yield record_client
+    record_client.set_version("default")
+
+
+def labelled_on_the_way(
+    server: VLLMServer, key: str, changes: dict[int, Callable[[], None]], tokens: int
+) -> list[int]:
+    """Stream a generation, and call what is due once so many tokens have arrived.
+
+    Returns:
+        For each change, the tokens that had arrived before it.
+    """
+    arrived, before = 0, []
+    request = completions(PROMPT, max_tokens=tokens, **GREEDY)
+    with streaming(server, key, request) as chunks:
+        for chunk in chunks:
+            arrived += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+            for due in [each for each in changes if each <= arrived]:
+                before.append(arrived)
+                changes.pop(due)()
+    assert arrived == tokens
+    return before
+
+
+def test_a_label_changed_in_the_middle_splits_the_generation_into_spans(
+    recording_server: VLLMServer,
+    labels: RecordClient,
+    fresh_key: Keys,
+    engine_version: Version,
+) -> None:
+    key, tokens = fresh_key(), 900
+    labels.set_version("step-1")
+    renamed = {"new_version": "step-3"}
+    before = labelled_on_the_way(
+        recording_server,
+        key,
+        {
+            20: lambda: labels.set_version("step-2"),
+            200: lambda: post(recording_server, "/update_weight_version", json=renamed),
+        },
+        tokens,
+    )
+    record = only(labels.get(key))
+    assert [span.version for span in record.versions] == ["step-1", "step-2", "step-3"]
+    starts, ends = [each.start for each in record.versions], [each.end for each in record.versions]
+    assert starts == [0, *ends[:-1]]
+    assert ends[-1] == tokens
+    # What had arrived was sampled before the change.
+    assert starts[1] >= before[0]
+    assert starts[2] >= before[1]
+    assert record.flags == (() if engine_version >= PER_TOKEN_SPANS else APPROXIMATE)
+    (experience,) = labels.experiences(key)
+    assert experience.model_version == "step-1"
+    assert experience.model_version_range == ("step-1", "step-3")
+    assert experience.model_versions == record.versions
+
+
+def test_turns_under_different_weights_keep_their_spans(
+    recording_server: VLLMServer, labels: RecordClient, fresh_key: Keys
+) -> None:
+    key = fresh_key()
+    labels.set_version("step-3")
+    request = completions(PROMPT, max_tokens=8, **GREEDY)
+    first = ask(recording_server, key, request)
+    labels.set_version("step-5")
+    history = [*first.prompt_ids, *first.samples[0].ids, 20, 21, 22]
+    ask(recording_server, key, completions(history, max_tokens=6, **GREEDY))
+    root, turn = labels.get(key)
+    assert turn.parent == root.id
+    assert [root.versions, turn.versions] == [((0, 8, "step-3"),), ((0, 6, "step-5"),)]
+    assert root.flags == turn.flags == ()
+    (experience,) = labels.experiences(key)
+    # Nobody sampled the three tokens in between.
+    assert experience.model_versions == ((0, 8, "step-3"), (11, 17, "step-5"))
+    assert experience.model_version == "step-3"
+    assert experience.model_version_range == ("step-3", "step-5")
+
+
+@pytest.mark.parametrize("how", ["pause", "abort_requests"])
+def test_generations_aborted_for_new_weights_say_so(
+    recording_server: VLLMServer, record_client: RecordClient, fresh_key: Keys, how: str
+) -> None:
+    key = fresh_key()
+
+    def abort() -> None:
+        if how == "pause":
+            post(recording_server, "/pause", mode="abort")
+            post(recording_server, "/resume")
+        else:
+            post(recording_server, "/abort_requests", json={})
+
+    arrived: list[int] = []
+    reason = None
+    request = completions(PROMPT, max_tokens=1500, **GREEDY)
+    with streaming(recording_server, key, request) as chunks:
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                arrived += choice["token_ids"] or []
+                reason = choice["finish_reason"] or reason
+            if abort is not None and len(arrived) >= 20:
+                abort()
+                abort = None
+    settle(record_client)
+    record = only(record_client.get(key))
+    assert reason == "abort"
+    assert record.finish_reason is FinishReason.ABORT
+    assert record.stop_reason is None
+    assert 20 <= len(record.response_ids) < 1500
+    assert record.response_ids.tolist() == arrived
+    assert record.logprobs is not None
+    assert not np.isnan(record.logprobs).any()
+    # Served and recorded as before.
+    ask(recording_server, key, completions(PROMPT, max_tokens=3, **GREEDY))
+    assert len(record_client.get(key)) == 2
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model after a step of training: all weights a little different."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("weights") / "other"
+    shutil.copytree(tiny_qwen3(), folder)
+    file = folder / "model.safetensors"
+    noise = torch.Generator().manual_seed(1)
+    changed = {
+        name: tensor + 0.02 * torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
+        for name, tensor in load_file(file).items()
+    }
+    save_file(changed, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def reload_weights(
+    recording_server: VLLMServer, labels: RecordClient
+) -> Iterator[Callable[[Path, str], None]]:
+    """Replaces the weights as a trainer does; the original ones are back afterwards."""
+
+    def reload(folder: Path, version: str) -> None:
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        post(recording_server, "/collective_rpc", json=rpc)
+        labels.set_version(version)
+
+    yield reload
+    post(recording_server, "/resume")
+    wait_until(lambda: not labels.stats()[labels.urls[0]].recorder.pending)
+    reload(tiny_qwen3(), "default")
+    post(recording_server, "/reset_prefix_cache")
+
+
+class Reference:
+    """The model as transformers computes it, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def follow(self, ids: Sequence[int], cache: Any = None) -> tuple[np.ndarray, Any]:
+        """The logprobs of every token after each of `ids`, and the attention cache with them."""
+        with self._torch.no_grad():
+            output = self._model(self._torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        return output.logits[0].log_softmax(-1).numpy(), output.past_key_values
+
+
+def chosen(rows: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """The logprobs of the tokens that were sampled."""
+    return rows[np.arange(len(ids)), ids]
+
+
+def assert_sampled_by(record: Record, reference: Reference) -> None:
+    """Greedy, the reference samples the same tokens with the same logprobs."""
+    prompt, response = record.prompt_ids.tolist(), record.response_ids.tolist()
+    rows = reference.follow([*prompt, *response[:-1]])[0][len(prompt) - 1 :]
+    assert rows.argmax(-1).tolist() == response
+    np.testing.assert_allclose(record.logprobs, chosen(rows, response), atol=2e-3)
+
+
+def test_spans_name_the_weights_that_sampled_the_tokens(
+    recording_server: VLLMServer,
+    reload_weights: Callable[[Path, str], None],
+    labels: RecordClient,
+    fresh_key: Keys,
+    other_weights: Path,
+    engine_version: Version,
+) -> None:
+    old, new = Reference(tiny_qwen3()), Reference(other_weights)
+    before, across, after = fresh_key(), fresh_key(), fresh_key()
+    request = completions(PROMPT, max_tokens=40, **GREEDY)
+    ask(recording_server, before, request)
+
+    def new_weights() -> None:
+        # The generation waits meanwhile, and keeps the attention cache of the old weights.
+        post(recording_server, "/pause", mode="keep")
+        reload_weights(other_weights, "step-1")
+        post(recording_server, "/resume")
+
+    labelled_on_the_way(recording_server, across, {30: new_weights}, 700)
+    post(recording_server, "/reset_prefix_cache")
+    ask(recording_server, after, request)
+
+    record = only(labels.get(before))
+    assert record.versions == ((0, 40, "default"),)
+    assert_sampled_by(record, old)
+    record = only(labels.get(after))
+    assert record.versions == ((0, 40, "step-1"),)
+    assert_sampled_by(record, new)
+    with pytest.raises(AssertionError):
+        assert_sampled_by(record, old)  # the two can be told apart
+
+    record = only(labels.get(across))
+    prompt, response = record.prompt_ids.tolist(), record.response_ids.tolist()
+    assert [span.version for span in record.versions] == ["default", "step-1"]
+    boundary = record.versions[0].end
+    # The last token before the boundary was sampled by the old weights and read by the new ones.
+    rows, cache = old.follow([*prompt, *response[: boundary - 1]])
+    rows = rows[len(prompt) - 1 :]
+    assert rows.argmax(-1).tolist() == response[:boundary]
+    np.testing.assert_allclose(
+        record.logprobs[:boundary], chosen(rows, response[:boundary]), atol=2e-3
+    )
+    rows, _ = new.follow(response[boundary - 1 : -1], cache)
+    assert rows.argmax(-1).tolist() == response[boundary:]
+    np.testing.assert_allclose(
+        record.logprobs[boundary:], chosen(rows, response[boundary:]), atol=2e-3
+    )
+    assert record.flags == (() if engine_version >= PER_TOKEN_SPANS else APPROXIMATE)
