@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import numpy as np
 import openai
 import pytest
 import tinker
+from fastapi.testclient import TestClient
 from openai import AsyncOpenAI, OpenAI
 from tinker import types
 
-from recorder_core import FinishReason, Record
+from recorder_core import FinishReason, Record, Recorder
 from recorder_core.client import AsyncRecordClient, RecordClient
 from tests.tinker.conftest import finished
-from tests.tinker.servers import ADMIN_KEY, RecordingServer
+from tests.tinker.servers import ADMIN_KEY, RecordingServer, SkyRLServer
 
 pytestmark = pytest.mark.server
 
@@ -330,3 +331,71 @@ def test_a_swapped_sampler_calls_a_tool_and_its_result_extends_the_recorded_ids(
     assert called.finish_reason is FinishReason.STOP
     assert after.parent == called.id
     assert after.start == called.end
+
+
+@pytest.fixture
+def local(
+    recording_server: RecordingServer, server: SkyRLServer, model: Path
+) -> Iterator[tuple[TestClient, Recorder]]:
+    """The application with an API key of its own, in this process."""
+    from transformers import AutoTokenizer
+
+    from tinker_recorder.serve import Rendering, SamplerPool, create_app
+
+    recorder = Recorder()
+    samplers = SamplerPool(str(model), base_url=server.base_url, api_key="tml-local")
+    rendering = Rendering(AutoTokenizer.from_pretrained(model))
+    app = create_app(samplers, rendering, recorder, name="tiny", api_key="K", max_tokens=8)
+    with TestClient(app, client=("127.0.0.1", 1), raise_server_exceptions=False) as client:
+        yield client, recorder
+    recorder.close()
+
+
+def ask(client: TestClient, **headers: str) -> httpx.Response:
+    body = {"model": "tiny", "prompt": [5, 6, 7]}
+    return client.post("/v1/completions", json=body, headers=headers)
+
+
+def test_an_api_key_of_the_servers_own_goes_before_the_record_key(
+    local: tuple[TestClient, Recorder], fresh_key: Key
+) -> None:
+    client, recorder = local
+    key = fresh_key()
+    for refused in ({}, {"authorization": f"Bearer {key}"}, {"authorization": f"Bearer X:{key}"}):
+        reply = ask(client, **refused)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert ask(client, authorization="Bearer K").status_code == 200
+    assert recorder.stats().started == 0
+    assert ask(client, authorization=f"Bearer K:{key}").status_code == 200
+    named = {"authorization": "Bearer K", "x-record-key": key}
+    assert ask(client, **named).status_code == 200
+    assert recorder.stats().recorded == 2
+
+
+def test_weights_that_are_not_there_are_an_error_that_the_client_understands(
+    local: tuple[TestClient, Recorder], fresh_key: Key
+) -> None:
+    client, recorder = local
+    swap = {"model_path": "tinker://nowhere/sampler_weights/none"}
+    client.post("/records/sampler", json=swap)
+    reply = ask(client, authorization=f"Bearer K:{fresh_key()}")
+    assert reply.status_code == 502
+    assert reply.json()["error"]["type"] == "server_error"
+    assert recorder.stats().dropped == {"failed": 1}
+    wrong = client.post("/records/sampler", json={"model_path": "checkpoint-7"})
+    assert wrong.status_code == 400
+
+
+@pytest.mark.slow
+def test_a_server_of_saved_weights_finds_out_the_base_model(
+    server: SkyRLServer, path_that_calls_a_tool: str, model: Path
+) -> None:
+    from tinker_recorder.serve import SamplerPool
+
+    samplers = SamplerPool(
+        model_path=path_that_calls_a_tool, base_url=server.base_url, api_key="tml-local"
+    )
+    assert samplers.base_model == str(model)
+    assert samplers.current.weights.label == path_that_calls_a_tool
+    assert samplers.tokenizer().vocab_size == 512

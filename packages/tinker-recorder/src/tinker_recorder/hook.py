@@ -139,7 +139,11 @@ class Hook:
                 )
             self.recorder.count_unkeyed(identity.reason)
             return None
-        return Call(self.recorder, identity, num_samples, params, raises=self._raises)
+        try:
+            return Call(self.recorder, identity, num_samples, params, raises=self._raises)
+        except Exception:  # noqa: BLE001 - what is wrong with the arguments, the SDK will say
+            self.recorder.count_error("a sample is not recorded")
+            return None
 
     def _sampled(self, client: Any, call: Call, response: Any, finish: Finish) -> None:
         try:
