@@ -84,6 +84,8 @@ def _vector_of(dtype: npt.DTypeLike) -> Callable[[Any], AnyArray]:
     wanted = np.dtype(dtype)
 
     def coerce(value: Any) -> AnyArray:
+        if isinstance(value, np.ndarray) and value.dtype == wanted and value.ndim == 1:
+            return value  # as it mostly is: the context below would take most of the time
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
             try:
                 values = _read_once(value, wanted)

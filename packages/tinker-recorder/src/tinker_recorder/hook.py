@@ -174,10 +174,11 @@ class Hook:
             return future
         # A base model beside a session says nothing of the weights that the session has.
         base = base_model if sampling_session_id is None else None
+        kind = saving_kind.get()
 
         def created(client: Any, finish: Finish) -> None:
             try:
-                self._samplers.created(client, model_path, base)
+                self._samplers.created(client, model_path or base, kind)
             except Exception:  # noqa: BLE001 - asked again with the first sample
                 self.recorder.count_error("the weights of a sampling client are not known")
             finish(None)

@@ -49,13 +49,19 @@ class Samplers:
         self._lock = threading.RLock()  # a weak reference may be cleared while it is held
         self._warn = Throttle(logger)
 
-    def created(self, client: Any, model_path: str | None, base_model: str | None) -> None:
-        """A client has been made: from a sampler path, from a base model, or for a session."""
+    def created(self, client: Any, label: str | None, kind: str | None) -> None:
+        """A client has been made.
+
+        Args:
+            client: The client.
+            label: The sampler path or base model that it was made from; None: an existing session.
+            kind: Of the session, where that is known.
+        """
         with self._lock:
-            if model_path is not None or base_model is not None:
-                self._known[client] = Weights(model_path or base_model)
+            if label is not None:
+                self._known[client] = Weights(label)
                 return
-            if (kind := saving_kind.get()) is not None:
+            if kind is not None:
                 self._kinds[client] = kind
         self.expect(client)
 
