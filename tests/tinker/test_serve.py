@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from openai import AsyncOpenAI, OpenAI
 from tinker import types
 
-from recorder_core import FinishReason, Record, Recorder
+from recorder_core import FinishReason, KeyPrefix, Record, Recorder
 from recorder_core.client import AsyncRecordClient, RecordClient
 from tests.tinker.conftest import finished
 from tests.tinker.servers import ADMIN_KEY, RecordingServer, SkyRLServer
@@ -373,18 +373,18 @@ def test_an_api_key_of_the_servers_own_goes_before_the_record_key(
     assert recorder.stats().recorded == 2
 
 
-def test_weights_that_are_not_there_are_an_error_that_the_client_understands(
-    local: tuple[TestClient, Recorder], fresh_key: Key
+def test_weights_that_are_not_there_are_refused_and_the_old_ones_stay(
+    local: tuple[TestClient, Recorder], fresh_key: Key, model: Path
 ) -> None:
     client, recorder = local
-    swap = {"model_path": "tinker://nowhere/sampler_weights/none"}
-    client.post("/records/sampler", json=swap)
-    reply = ask(client, authorization=f"Bearer K:{fresh_key()}")
-    assert reply.status_code == 502
-    assert reply.json()["error"]["type"] == "server_error"
-    assert recorder.stats().dropped == {"failed": 1}
-    wrong = client.post("/records/sampler", json={"model_path": "checkpoint-7"})
-    assert wrong.status_code == 400
+    for path in ("tinker://nowhere/sampler_weights/none", "checkpoint-7"):
+        refused = client.post("/records/sampler", json={"model_path": path})
+        assert refused.status_code in (400, 502)
+        assert refused.json()["error"]["message"]
+    assert client.get("/records/sampler").json() == {"version": str(model)}
+    assert ask(client, authorization=f"Bearer K:{fresh_key()}").status_code == 200
+    (record,) = recorder.store.get(KeyPrefix())
+    assert record.versions[0].version == str(model)
 
 
 @pytest.mark.slow
