@@ -69,7 +69,8 @@ def vllm_environment(session: nox.Session, version: str) -> Path:
         *[sys.executable, "scripts/install_cpu.py", "vllm", version, *target], external=True
     )
     session.run(
-        *[*uv, "pip", "install", "--quiet", *target, "--group", "test", "--group", "engine"],
+        *[*uv, "pip", "install", "--quiet", "--compile-bytecode", *target],
+        *["--group", "test", "--group", "engine"],
         *[arg for package in PACKAGES for arg in ("-e", package)],
         external=True,
     )
