@@ -79,7 +79,8 @@ def engine_environment(
     )
     if packages:
         session.run(
-            *[*uv, "pip", "install", "--quiet", *target, "--group", "test", "--group", "engine"],
+            *[*uv, "pip", "install", "--quiet", "--compile-bytecode", *target],
+            *["--group", "test", "--group", "engine"],
             *[arg for package in packages for arg in ("-e", package)],
             external=True,
         )

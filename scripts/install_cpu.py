@@ -67,7 +67,9 @@ def version_in(python: Path, distribution: str) -> str | None:
 
 def install(python: Path, *requirements: str) -> None:
     """Install from what the machine offers, else with torch from its own CPU index."""
-    command = [find_uv(), "pip", "install", "--python", str(python), *requirements]
+    # Compiled once here: every server start imports thousands of modules in several processes.
+    command = [find_uv(), "pip", "install", "--compile-bytecode", "--python", str(python)]
+    command += requirements
     # Outside the checkout: the workspace leaves torch and the engines out of every resolution.
     with tempfile.TemporaryDirectory() as elsewhere:
         override = Path(elsewhere, "override.txt")

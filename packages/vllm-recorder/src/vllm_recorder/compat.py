@@ -86,6 +86,18 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise UnsupportedEngineError(f"--enable-recording: {message}")
 
 
+def check_experts(model_config: Any) -> None:
+    """Refuse a model that routes no tokens to experts.
+
+    Raises:
+        UnsupportedEngineError: With the way out.
+    """
+    if not model_config.get_num_experts():
+        raise UnsupportedEngineError(
+            "--recording-routed-experts: the model has no experts; leave the flag out"
+        )
+
+
 def check_hook_points(output_processor: Any) -> None:
     """Check that what the hook builds on is there, before the first request needs it.
 

@@ -101,7 +101,7 @@ class UnrecordedRequest(RequestState):
     ) -> Any:
         """As vLLM's; the reply shows no routed experts."""
         if finish_reason is not None:
-            self.routed_experts_chunks = []
+            self.routed_experts_chunks: list[Any] = []
         return super().make_request_output(
             new_token_ids, pooling_output, finish_reason, *args, **kwargs
         )
