@@ -47,8 +47,11 @@ class SamplerPool:
         Raises:
             tinker.TinkerError: The service does not know them.
         """
-        self.current = self._make(None, model_path)
-        return self.current
+        sampler = self._make(None, model_path)
+        # Older SDKs make a client of any path, and its first sample would fail.
+        self._base_model(sampler.client)
+        self.current = sampler
+        return sampler
 
     def tokenizer(self, name: str | None = None) -> Any:
         """The tokenizer of the base model, or the one of that name or folder."""
