@@ -387,6 +387,20 @@ def test_weights_that_are_not_there_are_refused_and_the_old_ones_stay(
     assert record.versions[0].version == str(model)
 
 
+def test_a_refusal_of_the_services_is_an_error_that_the_client_understands(
+    local: tuple[TestClient, Recorder], fresh_key: Key
+) -> None:
+    client, recorder = local
+    headers = {"authorization": f"Bearer K:{fresh_key()}"}
+    # More than the server takes for a seed.
+    body = {"model": "tiny", "prompt": [5, 6, 7], "seed": 2**80}
+    reply = client.post("/v1/completions", json=body, headers=headers)
+    assert reply.status_code in (400, 502)
+    assert reply.json()["error"]["message"].startswith("Tinker ")
+    stats = recorder.stats()
+    assert (stats.dropped, stats.pending, stats.recorded) == ({"failed": 1}, 0, 0)
+
+
 @pytest.mark.slow
 def test_a_server_of_saved_weights_finds_out_the_base_model(
     server: SkyRLServer, path_that_calls_a_tool: str, model: Path

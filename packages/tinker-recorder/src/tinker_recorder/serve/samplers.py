@@ -45,7 +45,7 @@ class SamplerPool:
         """Sample from other weights from now on; what is in flight ends with the old ones.
 
         Raises:
-            tinker.TinkerError: The service does not know them.
+            Exception: The service does not know them; the SDK's own, whatever its type.
         """
         sampler = self._make(None, model_path)
         # Older SDKs make a client of any path, and its first sample would fail.
