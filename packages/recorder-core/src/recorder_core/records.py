@@ -10,7 +10,7 @@ Records are append-only and immutable but for `reward`, `token_level_reward` and
 from __future__ import annotations
 
 import json
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -303,4 +303,4 @@ class Turn:
     created_at: float = 0.0
     finished_at: float = 0.0
     flags: tuple[str, ...] = ()
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))

@@ -121,7 +121,7 @@ class Recording:
         # Read here: the features hold images, which must not live as long as the generation.
         self._multi_modal = _multi_modal(request.mm_features)
         # (label, first output token): kept here where the engine reports no spans.
-        self.labels: list[tuple[str, int]] = [(hook.version, 0)] if hook.version else []
+        self.labels: list[tuple[str, int]] = [(hook.version, 0)]  # "" where it is not known
 
     def finish(
         self, state: RecordedRequest, finish_reason: EngineFinishReason, stop_reason: Any
@@ -171,15 +171,15 @@ class Recording:
         if self._hook.engine_reports_spans:
             spans = state._weight_version_spans() or ()
             return [VersionSpan(each.start, each.end, each.version) for each in spans], ()
-        starts = [start for _, start in self.labels]
-        ends = [*starts[1:], count]
+        starts = [*(min(start, count) for _, start in self.labels), count]
         found = [
             VersionSpan(start, end, label)
-            for (label, start), end in zip(self.labels, ends, strict=True)
-            if start < end
+            for (label, start), end in zip(self.labels, starts[1:], strict=True)
+            if label and start < end
         ]
         # The label changed on this side; tokens then in flight may have been sampled before.
-        return found, ("version_boundary_approximate",) if len(found) > 1 else ()
+        changed = any(start < count for start in starts[1:])
+        return found, ("version_boundary_approximate",) if changed else ()
 
     def _routed(self, state: RecordedRequest, count: int) -> Any:
         chunks = state.routed_experts_chunks
