@@ -19,7 +19,7 @@ from recorder_core.client import RecordClient
 
 PROMPT = "Say it in numbers."
 LONG: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
-"""Half a minute and more, on any CPU: for clients that do not wait for the end."""
+"""A minute and more, as it is paced: for clients that do not wait for the end."""
 
 
 @dataclass

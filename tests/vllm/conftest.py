@@ -22,16 +22,20 @@ ADAPTER = "tiny-lora"
 """The name under which the servers serve the LoRA adapter."""
 MAX_MODEL_LEN = 8192
 """Room for generations that still run when a starved client gets to leave them."""
+PACED = ["--logits-processors", "tests.vllm.pacing:Pace"]
+"""Long generations take their time."""
 
 # What the recording server and its twin without recording have in common.
 SERVING = [
     *["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)],
     "--enable-prefix-caching",
+    *PACED,
     *["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
 ]
 if Version(vllm.__version__) >= Version("0.30.0"):
     SERVING += ["--enable-scale-out"]  # /inference/v1/generate; older releases always serve it
 ENV = {
+    "PYTHONPATH": str(Path(__file__).parents[2]),  # for `PACED`
     "RECORDER_ADMIN_KEY": ADMIN_KEY,
     "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -75,7 +79,7 @@ def keyed_server(log_folder: Path) -> Iterator[VLLMServer]:
 
     Its logprobs are those of the distribution that is sampled from.
     """
-    args = ["--enable-recording", "--dtype", "float32"]
+    args = ["--enable-recording", "--dtype", "float32", *PACED]
     args += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "2"]
     args += ["--api-key", ENGINE_KEY, "--logprobs-mode", "processed_logprobs"]
     with VLLMServer(tiny_qwen3(), *args, env=ENV, log=log_folder / "keyed.log") as server:

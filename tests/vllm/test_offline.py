@@ -320,6 +320,35 @@ def test_a_fault_in_the_hook_costs_records_only(
     assert len(records_of(recorder)) == 1
 
 
+class Unwritable:
+    """An array that takes no logprob."""
+
+    def append(self, value: float) -> None:
+        raise RuntimeError("a fault of the recorder")
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> float:
+        raise IndexError(index)
+
+
+def test_a_logprob_that_cannot_be_kept_costs_the_logprobs_only(
+    llm: LLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with vllm_recorder.skip_recording():
+        without = generate(llm, PROMPTS[:1], **GREEDY)
+    with monkeypatch.context() as patch, vllm_recorder.record_key("18/logprobs/0"):
+        patch.setattr(hook, "array", lambda code: Unwritable())
+        outputs = generate(llm, PROMPTS[:1], **GREEDY)
+    assert replies(outputs) == replies(without)
+    (record,) = records_of(recorder)
+    assert record.response_ids.tolist() == list(outputs[0].outputs[0].token_ids)
+    assert record.logprobs is None
+    assert record.flags == ("logprobs_length_mismatch",)
+    assert recorder.stats().errors == 12  # one a token
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def async_llm(environment: None) -> AsyncIterator[AsyncLLM]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(tiny_qwen3()), **ENGINE))

@@ -16,11 +16,12 @@ from recorder_core.errors import LeaseError, NotAuthorizedError
 from recorder_core.protocol import StatsReply
 from tests.vllm.apis import PROMPT, Reply, Request, ask, completions, only, settle, wait_until
 from tests.vllm.conftest import ADMIN_KEY
+from tests.vllm.pacing import LONG_TOKENS
 
 Keys = Callable[[], str]
 
 SHORT = completions(PROMPT, max_tokens=5, temperature=0, ignore_eos=True)
-LONG = completions(PROMPT, max_tokens=600, temperature=0, ignore_eos=True)
+LONG = completions(PROMPT, max_tokens=LONG_TOKENS, temperature=0, ignore_eos=True)
 
 
 def batch_of(key: str) -> str:
@@ -83,7 +84,10 @@ def test_a_drain_that_does_not_wait_says_how_much_is_in_flight(
     with record_client.drain(batch_of(key), wait_s=60) as drained:
         assert drained.pending == 0
         assert sorted(str(record.key) for record in drained.records) == sorted([key, other])
-        assert [len(record.response_ids) for record in drained.records] == [600, 600]
+        assert [len(record.response_ids) for record in drained.records] == [
+            LONG_TOKENS,
+            LONG_TOKENS,
+        ]
 
 
 def test_a_drain_with_a_short_patience_ends_in_time(
@@ -114,7 +118,7 @@ def test_what_finishes_after_its_batch_was_blocked_is_dropped_and_counted(
     with record_client.drain(batch_of(key)) as drained:
         assert drained.pending == 1
         record_client.block(batch_of(key))
-    assert len(answer.result().samples[0].ids) == 600  # served all the same
+    assert len(answer.result().samples[0].ids) == LONG_TOKENS  # served all the same
     settle(record_client)
     after = stats_of(record_client).recorder
     assert record_client.get(batch_of(key)) == []

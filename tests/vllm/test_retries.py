@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -13,7 +14,7 @@ from openai import OpenAI
 from examples.vllm_server import VLLMServer
 from recorder_core import FinishReason, Forest
 from recorder_core.client import RecordClient
-from tests.vllm.apis import leave_after, settle
+from tests.vllm.apis import LONG, leave_after, settle
 
 pytestmark = pytest.mark.server
 
@@ -40,8 +41,13 @@ class FirstAnswerLost(httpx.HTTPTransport):
         raise httpx.RemoteProtocolError("the proxy went away")
 
     def _hold(self, request: httpx.Request) -> HTTPConnection:
+        """The same request, but so long that it cannot be over when we leave."""
+        body = {**json.loads(request.read()), **LONG}
+        headers = {"Authorization": request.headers["authorization"]}
+        headers["x-stainless-retry-count"] = request.headers["x-stainless-retry-count"]
+        headers["Content-Type"] = "application/json"
         connection = HTTPConnection("127.0.0.1", self.server.port)
-        connection.request("POST", request.url.path, request.read(), dict(request.headers))
+        connection.request("POST", request.url.path, json.dumps(body), headers)
         return connection
 
 
@@ -58,8 +64,7 @@ def ask_openai(base_url: str, key: str, http: httpx.Client, **fields: Any) -> st
     reply = client.chat.completions.create(
         model="model",
         messages=[{"role": "user", "content": "Once."}],
-        max_tokens=500,
-        extra_body={"ignore_eos": True},
+        max_tokens=20,
         **fields,
     )
     return reply.choices[0].message.content

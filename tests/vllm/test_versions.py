@@ -16,7 +16,7 @@ from examples.vllm_server import VLLMServer
 from recorder_core import FinishReason, Record
 from recorder_core.client import RecordClient
 from tests.models import tiny_qwen3
-from tests.vllm.apis import PROMPT, ask, completions, only, settle, streaming
+from tests.vllm.apis import LONG, PROMPT, ask, completions, only, settle, streaming
 from tests.vllm.conftest import ENGINE_KEY
 
 Keys = Callable[[], str]
@@ -66,7 +66,7 @@ def test_a_label_changed_in_the_middle_splits_the_generation_into_spans(
     fresh_key: Keys,
     engine_version: Version,
 ) -> None:
-    key, tokens = fresh_key(), 900
+    key, tokens = fresh_key(), 500
     labels.set_version("step-1")
     renamed = {"new_version": "step-3"}
     before = labelled_on_the_way(
@@ -74,7 +74,7 @@ def test_a_label_changed_in_the_middle_splits_the_generation_into_spans(
         key,
         {
             20: lambda: labels.set_version("step-2"),
-            200: lambda: post(recording_server, "/update_weight_version", json=renamed),
+            100: lambda: post(recording_server, "/update_weight_version", json=renamed),
         },
         tokens,
     )
@@ -129,7 +129,7 @@ def test_generations_aborted_for_new_weights_say_so(
 
     arrived: list[int] = []
     reason = None
-    request = completions(PROMPT, max_tokens=1500, **GREEDY)
+    request = completions(PROMPT, temperature=0, **LONG)
     with streaming(recording_server, key, request) as chunks:
         for chunk in chunks:
             for choice in chunk["choices"]:
@@ -143,7 +143,7 @@ def test_generations_aborted_for_new_weights_say_so(
     assert reason == "abort"
     assert record.finish_reason is FinishReason.ABORT
     assert record.stop_reason is None
-    assert 20 <= len(record.response_ids) < 1500
+    assert 20 <= len(record.response_ids) < LONG["max_tokens"]
     assert record.response_ids.tolist() == arrived
     assert record.logprobs is not None
     assert not np.isnan(record.logprobs).any()
@@ -229,7 +229,7 @@ def test_spans_name_the_weights_that_sampled_the_tokens(
 ) -> None:
     old, new = Reference(tiny_qwen3()), Reference(other_weights)
     before, across, after = fresh_key(), fresh_key(), fresh_key()
-    request = completions(PROMPT, max_tokens=40, **GREEDY)
+    request, tokens = completions(PROMPT, max_tokens=40, **GREEDY), 500
     ask(keyed_server, f"{ENGINE_KEY}:{before}", request)
 
     def new_weights() -> None:
@@ -237,7 +237,7 @@ def test_spans_name_the_weights_that_sampled_the_tokens(
         reload_weights(other_weights, "step-1")
         post(keyed_server, "/resume")
 
-    labelled_on_the_way(keyed_server, f"{ENGINE_KEY}:{across}", {30: new_weights}, 1500)
+    labelled_on_the_way(keyed_server, f"{ENGINE_KEY}:{across}", {30: new_weights}, tokens)
     post(keyed_server, "/reset_prefix_cache")
     ask(keyed_server, f"{ENGINE_KEY}:{after}", request)
 
@@ -253,8 +253,8 @@ def test_spans_name_the_weights_that_sampled_the_tokens(
     record = only(keyed_client.get(across))
     first, second = record.versions
     assert [first.version, second.version] == ["default", "step-1"]
-    assert [first.start, first.end, second.end] == [0, second.start, 1500]
+    assert [first.start, first.end, second.end] == [0, second.start, tokens]
     assert_sampled_by(old, record, 0, first.end)
     # vLLM computes a generation that it kept anew with the weights that go on with it.
-    assert_sampled_by(new, record, second.start, 1500)
+    assert_sampled_by(new, record, second.start, tokens)
     assert record.flags == (() if engine_version >= PER_TOKEN_SPANS else APPROXIMATE)

@@ -23,8 +23,6 @@ from recorder_core.errors import UnsupportedEngineError
 OLDEST = Version("0.27.0")
 NEWEST = Version("0.33.0")
 """The first release that is not supported."""
-SPANS_SINCE = Version("0.32.0")
-"""The first release whose engine reports which weights sampled each token."""
 
 
 def check_version(text: str) -> Version:

@@ -56,14 +56,20 @@ class ChosenLogprobs(LogprobsProcessor):
     """
 
     chosen: array[float]
+    recorder: Recorder
 
     def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
-        # [tokens, 1 + top-k]: the sampler puts the sampled token first.
-        values = logprobs_lists.logprobs
-        if len(values) == 1:
-            self.chosen.append(values.item(0))
-        else:
-            self.chosen.extend(values[:, 0].tolist())
+        # A fault here would end vLLM's output loop, for every request. What is missing then is
+        # flagged by the recorder: the record has fewer logprobs than ids.
+        try:
+            # [tokens, 1 + top-k]: the sampler puts the sampled token first.
+            values = logprobs_lists.logprobs
+            if len(values) == 1:
+                self.chosen.append(values.item(0))
+            else:
+                self.chosen.extend(values[:, 0].tolist())
+        except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
+            self.recorder.count_error("a logprob could not be read")
 
 
 class RecordedRequest(RequestState):
@@ -317,6 +323,7 @@ class Hook:
         if request.sampling_params.num_logprobs is None:
             processor = state.logprobs_processor
             processor.chosen = array("f")
+            processor.recorder = self.recorder
             processor.__class__ = ChosenLogprobs
             # 0 asks the engine for the sampled token's logprob only. On a copy: the state above
             # was made from the client's own parameters, and so its reply is. Last, as vLLM's own
