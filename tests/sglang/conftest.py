@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from examples.sglang_server import SGLangServer
 from recorder_core.client import RecordClient
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.models import tiny_qwen3, tiny_qwen3_moe_wide
 
 ADMIN_KEY = "admin-key-of-the-tests"
 ENGINE_KEY = "engine-key-of-the-tests"
@@ -64,7 +64,7 @@ def moe_server(log_folder: Path) -> Iterator[SGLangServer]:
         *["--api-key", ENGINE_KEY, "--max-running-requests", "2"],
     ]
     env = {"RECORDER_ADMIN_KEY": ADMIN_KEY}
-    with SGLangServer(tiny_qwen3_moe(), *args, env=env, log=log_folder / "moe.log") as server:
+    with SGLangServer(tiny_qwen3_moe_wide(), *args, env=env, log=log_folder / "moe.log") as server:
         yield server
 
 

@@ -178,6 +178,15 @@ def test_metrics_hold_the_recorders_counters_beside_the_engines(
     assert "sglang:time_to_first_token_seconds" in text
 
 
+def test_a_clients_own_count_of_its_tries_is_kept(
+    recording_server: SGLangServer, record_client: RecordClient, fresh_key: FreshKey
+) -> None:
+    key = fresh_key()
+    headers = {"X-Stainless-Retry-Count": "2"}
+    post(recording_server, "/v1/chat/completions", chat(**GREEDY), key, **headers)
+    assert only(record_client.get(key)).attempt == 2
+
+
 CLIENTS = 24
 WHOLE, STREAMED, LEFT, TIMED_OUT = "whole", "streamed", "left", "timed_out"
 
