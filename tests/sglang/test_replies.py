@@ -15,8 +15,8 @@ from openai import APITimeoutError, AsyncOpenAI
 
 from examples.sglang_server import SGLangServer
 from recorder_core import FinishReason, Record
-from recorder_core.client import AsyncRecordClient, NotAuthorizedError, RecordClient
-from recorder_core.errors import ClientError
+from recorder_core.client import AsyncRecordClient, RecordClient
+from recorder_core.errors import ClientError, NotAuthorizedError
 from tests.sglang.apis import (
     PROMPT,
     PROMPT_IDS,
@@ -133,7 +133,7 @@ def test_the_admin_key_opens_records_and_nothing_else_does(
     generate(recording_server, key, **ENGINE_GREEDY)
     for wrong in (key, "wrong", None):
         with (
-            RecordClient(recording_server.base_url, admin_key=wrong or "") as client,
+            RecordClient(recording_server.base_url, admin_key=wrong) as client,
             pytest.raises(NotAuthorizedError),
         ):
             client.get(key)

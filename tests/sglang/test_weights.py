@@ -91,10 +91,11 @@ def original_weights(recording_server: SGLangServer, old: Checkpoint) -> Iterato
 def interrupted(server: SGLangServer, key: str, mode: str, update: Callable[[], None]) -> list[int]:
     """A generation that is paused in its middle while `update` runs; the ids its client saw."""
     body = {"input_ids": PROMPT_IDS, "sampling_params": LONG}
-    changed = False
+    changed, seen = False, []
     with streaming(server, "/generate", body, key) as chunks:
         for chunk in chunks:
-            seen = chunk["output_ids"]
+            # The last chunk of an abort may hold its last token alone.
+            seen = max(seen, chunk["output_ids"], key=len)
             if len(seen) >= 20 and not changed:
                 call(server, "/pause_generation", mode=mode)
                 update()
