@@ -29,20 +29,12 @@ NOT_ON_CPU = ("torchaudio", "torchcodec", "torchvision")
 # What SGLang imports on a CPU, of the many that it asks for: the rest is for GPUs. Those that it
 # pins exactly are installed beside it, in the release's own folder.
 SGLANG_NEEDS = (
-    *["aiohttp", "anthropic", "datasets", "dill", "distro", "fastapi", "gguf", "huggingface_hub"],
-    *["einops", "httpx", "interegular", "ipython", "jsonschema", "llguidance>=1.7.6,<2", "loguru"],
-    *[
-        "msgspec",
-        "orjson",
-        "packaging",
-        "partial_json_parser",
-        "pillow",
-        "prometheus-client",
-        "psutil",
-    ],
-    *["pybase64", "pydantic", "python-multipart", "pyzmq", "regex", "requests", "sentencepiece"],
-    *["setproctitle", "soundfile", "starlette", "tiktoken", "tqdm", "triton==3.6.0", "uvicorn"],
-    *["uvloop", "xxhash", "zstandard"],
+    *["aiohttp", "anthropic", "datasets", "dill", "distro", "einops", "fastapi", "gguf", "httpx"],
+    *["huggingface_hub", "interegular", "ipython", "jsonschema", "llguidance>=1.7.6,<2", "loguru"],
+    *["msgspec", "orjson", "packaging", "partial_json_parser", "pillow", "prometheus-client"],
+    *["psutil", "pybase64", "pydantic", "python-multipart", "pyzmq", "regex", "requests"],
+    *["safetensors", "sentencepiece", "setproctitle", "soundfile", "starlette", "tiktoken", "tqdm"],
+    *["triton==3.6.0", "uvicorn", "uvloop", "xxhash", "zstandard"],
 )
 SGLANG_PINS = (
     *["apache-tvm-ffi", "compressed-tensors", "openai", "openai-harmony", "tokenizers"],
