@@ -18,7 +18,7 @@ from tests.models import tiny_qwen3, tiny_qwen3_moe_wide
 
 ADMIN_KEY = "admin-key-of-the-tests"
 ENGINE_KEY = "engine-key-of-the-tests"
-SERVING = ["--dtype", "float32", "--tool-call-parser", "qwen25"]
+SERVING = ["--dtype", "float32", "--tool-call-parser", "qwen25", "--enable-metrics"]
 """What the recording server and its twin without recording have in common."""
 
 
@@ -37,7 +37,7 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def recording_server(log_folder: Path) -> Iterator[SGLangServer]:
     """The tiny model in float32, with recording; the admin key is SGLang's own."""
-    args = ["--enable-recording", "--admin-api-key", ADMIN_KEY, "--enable-metrics", *SERVING]
+    args = ["--enable-recording", "--admin-api-key", ADMIN_KEY, *SERVING]
     with SGLangServer(tiny_qwen3(), *args, log=log_folder / "recording.log") as server:
         yield server
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import anthropic
-import httpx
 import numpy as np
 import pytest
 import torch
 from openai import OpenAI
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.sglang_server import SGLangServer
@@ -153,7 +154,10 @@ def test_chats_and_completions_are_recorded(
         records = by_sample(record_client.get(key))
         assert [record.response_text for record in records] == texts
         for record, values in zip(records, logprobs, strict=True):
-            np.testing.assert_array_equal(record.logprobs, np.array(values, dtype=np.float32))
+            shown = iter(record.logprobs.tolist())
+            # Streamed, some releases leave out those of chunks without text.
+            assert len(values) == 10 or (stream and len(values) > 4)
+            assert all(value in shown for value in np.array(values, dtype=np.float32).tolist())
             # The ids are the engine's: what it samples for the same ids, it calls the same.
             [twin] = generate(
                 recording_server,
@@ -176,7 +180,7 @@ def test_a_chat_prompt_is_the_rendered_template(
 
 
 @either_way
-def test_responses_anthropic_and_ollama_are_recorded(
+def test_responses_and_anthropic_messages_are_recorded(
     recording_server: SGLangServer,
     record_client: RecordClient,
     fresh_key: FreshKey,
@@ -186,7 +190,7 @@ def test_responses_anthropic_and_ollama_are_recorded(
     post(recording_server, "/v1/chat/completions", chat(max_tokens=10, temperature=0.0), twin)
     expected = only(record_client.get(twin))
 
-    keys = {"responses": fresh_key(), "anthropic": fresh_key(), "ollama": fresh_key()}
+    keys = {"responses": fresh_key(), "anthropic": fresh_key()}
     url, texts = recording_server.base_url, {}
     with OpenAI(base_url=f"{url}/v1", api_key=keys["responses"]) as openai:
         fields = {"model": "model", "input": PROMPT, "max_output_tokens": 10, "temperature": 0.0}
@@ -206,12 +210,6 @@ def test_responses_anthropic_and_ollama_are_recorded(
         else:
             reply = client.messages.create(**fields)
         texts["anthropic"] = reply.content[0].text
-    options = {"num_predict": 10, "temperature": 0.0}
-    body = {**chat(), "options": options, "stream": stream}
-    reply = post(recording_server, "/api/chat", body, keys["ollama"])
-    parts = [httpx.Response(200, text=line).json() for line in reply.text.splitlines() if line]
-    texts["ollama"] = "".join(part["message"]["content"] for part in parts)
-
     for name, key in keys.items():
         record = only(record_client.get(key))
         assert record.prompt_ids.tolist() == expected.prompt_ids.tolist(), name
@@ -220,6 +218,39 @@ def test_responses_anthropic_and_ollama_are_recorded(
         assert record.response_ids.tolist() == expected.response_ids[:count].tolist(), name
         np.testing.assert_allclose(record.logprobs, expected.logprobs[:count], atol=1e-5)
         assert record.response_text == texts[name], name
+        assert record.finish_reason is FinishReason.LENGTH
+
+
+@either_way
+def test_ollamas_apis_are_recorded(
+    recording_server: SGLangServer,
+    record_client: RecordClient,
+    fresh_key: FreshKey,
+    engine_version: Version,
+    stream: bool,
+) -> None:
+    common = {"options": {"num_predict": 10, "temperature": 0.0}, "stream": stream}
+    common["model"] = "model"
+    twins = {
+        "/api/generate": ({"prompt": PROMPT}, ("/generate", {"text": PROMPT})),
+        "/api/chat": (chat(), ("/v1/chat/completions", chat(max_tokens=10, temperature=0.0))),
+    }
+    if engine_version < Version("0.5.19"):
+        del twins["/api/chat"]  # fails in SGLang, which takes the tokenizer's output for a list
+    for path, (body, (twin_path, twin_body)) in twins.items():
+        key, twin = fresh_key(), fresh_key()
+        params = {"sampling_params": {"max_new_tokens": 10, "temperature": 0.0}}
+        post(recording_server, twin_path, {**twin_body, **params}, twin)
+        reply = post(recording_server, path, {**body, **common}, key)
+        parts = [json.loads(line) for line in reply.text.splitlines() if line]
+        shown = [part.get("message") or {"content": part["response"]} for part in parts]
+        text = "".join(each["content"] for each in shown)
+
+        record, expected = only(record_client.get(key)), only(record_client.get(twin))
+        assert record.prompt_ids.tolist() == expected.prompt_ids.tolist()
+        assert record.response_ids.tolist() == expected.response_ids.tolist()
+        np.testing.assert_allclose(record.logprobs, expected.logprobs, atol=1e-5)
+        assert record.response_text == text
         assert record.finish_reason is FinishReason.LENGTH
 
 
@@ -330,8 +361,11 @@ def test_a_tool_call_is_recorded_with_the_tokens_that_its_parser_strips(
     record_client: RecordClient,
     fresh_key: FreshKey,
     tokenizer: Any,
+    engine_version: Version,
     stream: bool,
 ) -> None:
+    if engine_version < Version("0.5.19"):
+        pytest.skip("the grammars of this release have no CPU kernel")
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
     tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
     body = chat(

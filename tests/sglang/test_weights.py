@@ -85,7 +85,7 @@ def original_weights(recording_server: SGLangServer, old: Checkpoint) -> Iterato
     load(recording_server, old, "old")
     yield
     call(recording_server, "/continue_generation")
-    load(recording_server, old, "old")
+    load(recording_server, old, "default")
 
 
 def interrupted(server: SGLangServer, key: str, mode: str, update: Callable[[], None]) -> list[int]:

@@ -381,6 +381,11 @@ class Hook:
 
     def _finish(self, rid: str, recording: Recording, batch: Any, i: int) -> None:
         del self._in_flight[rid]
+        reason = batch.finished_reasons[i]
+        if reason["type"] == "abort" and 400 <= (reason.get("status_code") or 0) < 500:
+            # Refused, e.g. for a bad grammar; some releases sample a token all the same.
+            recording.pending.drop("rejected")
+            return
         if batch.prompt_tokens[i] != len(recording.prompt_ids):
             # A session: the scheduler put what it remembers before the prompt that was sent.
             recording.pending.drop("prompt_unknown")
@@ -391,7 +396,7 @@ class Hook:
         if rid not in self._manager.rid_to_state:
             recording.flags.append("client_disconnected")
         spans = batch.weight_versions[i] if getattr(batch, "weight_versions", None) else None
-        self._hand_over(recording, batch.finished_reasons[i], spans)
+        self._hand_over(recording, reason, spans)
 
     def _hand_over(self, recording: Recording, reason: Mapping[str, Any], spans: Any) -> None:
         if self._stale_cache and recording.cached_tokens:
