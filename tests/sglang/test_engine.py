@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sglang
 
 import sglang_recorder
-from examples.sglang_server import ENVIRONMENT
+from examples.sglang_server import ENVIRONMENT, SGLangServer
 from recorder_core import FinishReason, KeyPrefix, Record, Recorder, assemble
 from recorder_core.errors import UnsupportedEngineError
-from sglang_recorder import hook
+from recorder_core.options import RecordingOptions
+from sglang_recorder import hook, server
 from tests.models import tiny_lora, tiny_qwen3
 from tests.sglang.apis import assert_recorded, by_sample, only, shown_logprobs
 
@@ -184,6 +186,25 @@ def test_an_abort_of_a_running_generation_keeps_its_tokens(engine: Any, recorder
     assert record.finish_reason is FinishReason.ABORT
     assert 1 <= len(record.response_ids) < 1500
     assert record.response_ids.tolist()[: len(seen)] == seen[: len(record.response_ids)]
+
+
+def test_routed_experts_of_a_dense_model_are_refused(engine: Any) -> None:
+    options = RecordingOptions(enabled=True, routed_experts=True)
+    with pytest.raises(UnsupportedEngineError, match="no experts; leave the flag out"):
+        server._install(options, engine.tokenizer_manager)
+
+
+def test_a_generation_that_yields_no_record_fails_the_check_at_start(
+    engine: Any, recorder: Recorder, plain_server: SGLangServer
+) -> None:
+    # The check asks a server that records nothing.
+    arguments = SimpleNamespace(url=lambda: plain_server.base_url, api_key=None, ssl_certfile=None)
+    installed = hook.install(engine)
+    before = recorder.stats()
+    with pytest.raises(UnsupportedEngineError, match=r"answered with the tokens \[.+\].* \[\]"):
+        server._check(installed, arguments)
+    assert installed.probe is None
+    assert recorder.stats() == before
 
 
 def test_what_is_no_engine_is_refused() -> None:
