@@ -13,12 +13,12 @@ import sglang
 
 import sglang_recorder
 from examples.sglang_server import ENVIRONMENT, SGLangServer
-from recorder_core import FinishReason, KeyPrefix, Record, Recorder, assemble
+from recorder_core import FinishReason, KeyPrefix, Record, Recorder
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions
 from sglang_recorder import hook, server
-from tests.models import tiny_lora, tiny_qwen3
-from tests.sglang.apis import assert_recorded, by_sample, only, shown_logprobs
+from tests.models import tiny_qwen3
+from tests.sglang.apis import assert_recorded, by_sample, only
 
 pytestmark = pytest.mark.server
 
@@ -42,10 +42,6 @@ def engine() -> Iterator[Any]:
             sleep_on_idle=True,
             dtype="float32",
             log_level="error",
-            enable_lora=True,
-            lora_paths={"tiny": str(tiny_lora())},
-            lora_backend="torch_native",
-            max_loras_per_batch=2,
         )
         yield made
         made.shutdown()
@@ -104,25 +100,6 @@ def test_a_retracted_generation_is_recorded_once_and_whole(engine: Any, recorder
     for record, output in zip(by_sample(records_of(recorder, "3")), outputs, strict=True):
         assert_recorded(record, output)
         assert len(record.response_ids) == 30
-
-
-def test_an_adapter_is_recorded_and_its_turns_never_continue_the_base_models(
-    engine: Any, recorder: Recorder
-) -> None:
-    prompt = [5, 300, 7, 8]
-    with sglang_recorder.record_key("8/adapter/0"):
-        first = engine.generate(input_ids=prompt, sampling_params=FIELDS)
-        longer = [*prompt, *first["output_ids"], 9]
-        adapted = engine.generate(
-            input_ids=longer, sampling_params=FIELDS, lora_path="tiny", return_logprob=True
-        )
-        plain = engine.generate(input_ids=longer, sampling_params=FIELDS, return_logprob=True)
-    base, with_adapter, continued = records_of(recorder, "8")
-    assert [each.adapter for each in (base, with_adapter, continued)] == [None, "tiny", None]
-    assert (with_adapter.parent, continued.parent) == (None, base.id)
-    assert_recorded(with_adapter, adapted)
-    assert shown_logprobs(adapted).tolist() != shown_logprobs(plain).tolist()  # it does something
-    assert len(assemble([base, with_adapter, continued])) == 2
 
 
 def test_after_uninstall_nothing_is_recorded(engine: Any, recorder: Recorder) -> None:
