@@ -17,7 +17,7 @@ ENVIRONMENT = {
 }
 ARGUMENTS = [
     *["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"],
-    *["--mem-fraction-static", "0.05", "--max-total-tokens", "30000", "--context-length", "2048"],
+    *["--mem-fraction-static", "0.3", "--max-total-tokens", "30000", "--context-length", "2048"],
     "--sleep-on-idle",  # else the idle scheduler takes a core
 ]
 

@@ -36,7 +36,7 @@ def engine() -> Iterator[Any]:
             device="cpu",
             attention_backend="torch_native",
             disable_cuda_graph=True,
-            mem_fraction_static=0.05,
+            mem_fraction_static=0.3,
             max_total_tokens=20000,
             context_length=2048,
             sleep_on_idle=True,

@@ -26,9 +26,30 @@ def leave_host_memory_unregistered(module: ModuleType) -> None:
         module.__dict__["_cuda_host_register"] = lambda *args, **kwargs: None
 
 
+class UnpinnedTorch(ModuleType):
+    """torch, but for memory that is pinned for a GPU: it is ordinary memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.zeros(*args, **kwargs)
+
+
+def leave_memory_unpinned(module: ModuleType) -> None:
+    """Memory can be pinned only where there is a GPU."""
+    module.__dict__["torch"] = UnpinnedTorch("torch")
+
+
 BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}
 AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered
+    "sglang.srt.layers.moe.routed_experts_capturer": leave_memory_unpinned,  # 0.5.11
+    "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered,
 }
 
 
