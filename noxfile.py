@@ -77,8 +77,8 @@ def engine_environment(session: nox.Session, folder: str, package: str, *install
     target = ["--python", str(python)]
     session.run(*[sys.executable, "scripts/install_cpu.py", *install, *target], external=True)
     session.run(
-        *[*uv, "pip", "install", "--quiet", *target, "--group", "test", "--group", "engine"],
-        *["-e", CORE, "-e", package],
+        *[*uv, "pip", "install", "--quiet", "--compile-bytecode", *target],
+        *["--group", "test", "--group", "engine", "-e", CORE, "-e", package],
         external=True,
     )
     # Child processes of the tests and the demo find the environment's commands.

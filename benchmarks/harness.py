@@ -72,7 +72,7 @@ def machine() -> dict[str, Any]:
     """What the numbers depend on, without saying whose machine it is."""
     return {
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -81,6 +81,12 @@ def machine() -> dict[str, Any]:
         # Well above 0 before anything has run: others use the machine, the numbers are noise.
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+def _cores() -> int:
+    # Those that this process may use, where the system can say so.
+    found = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(found) or os.cpu_count() or 1
 
 
 def _cpu() -> str:

@@ -27,8 +27,10 @@ class Held(NamedTuple):
     """What the recorder remembers beside the store, to find parents."""
     stated: int
     """The store's own accounting."""
-    content: int
-    """Arrays and texts alone: what no way of keeping them could save."""
+    arrays: int
+    """Ids and logprobs alone."""
+    texts: int
+    """Prompts and responses as texts alone, a byte for each of their ASCII characters."""
     tokens: int
     """Tokens that the engine saw and sampled, each once."""
     records: int
@@ -55,12 +57,13 @@ def held(turns: Iterable[Turn]) -> Held:
         tracemalloc.stop()
     records = store.get(KeyPrefix())
     arrays = [(each.prompt_ids, each.response_ids, each.logprobs) for each in records]
-    texts = [(each.prompt_text or "") + (each.response_text or "") for each in records]
+    texts = [text for each in records for text in (each.prompt_text, each.response_text) if text]
     return Held(
         store=without,
         index=with_index - without,
         stated=store.stats().bytes,
-        content=sum(array.nbytes for each in arrays for array in each) + sum(map(len, texts)),
+        arrays=sum(array.nbytes for each in arrays for array in each if array is not None),
+        texts=sum(map(len, texts)),
         tokens=sum(len(each.prompt_ids) + len(each.response_ids) for each in records),
         records=len(records),
     )
@@ -93,7 +96,7 @@ def measure(quick: bool) -> list[Row]:
         progress(f"memory: {name}")
         found = held(turns())
         per_token, per_record = 1 / found.tokens, 1 / found.records
-        overhead = (found.store - found.content) * per_record
+        objects = (found.store - found.arrays - found.texts) * per_record
         rows += [
             row(
                 f"{name}: store, per token",
@@ -101,8 +104,9 @@ def measure(quick: bool) -> list[Row]:
                 [found.store * per_token],
                 TARGET_BYTES_PER_TOKEN,
             ),
-            row(f"{name}: of that arrays and texts", "B", [found.content * per_token]),
-            row(f"{name}: beyond them, per record", "B", [overhead]),
+            row(f"{name}: of that ids and logprobs", "B", [found.arrays * per_token]),
+            row(f"{name}: of that texts", "B", [found.texts * per_token]),
+            row(f"{name}: all else, per record", "B", [objects]),
             row(f"{name}: the store's own accounting", "x", [found.stated / found.store]),
             row(f"{name}: recorder's index, per record", "B", [found.index * per_record]),
         ]

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from benchmarks.harness import Row, main, progress, row
 from examples.engine_server import EngineServer
 from examples.sglang_server import SGLangServer
 from examples.vllm_server import VLLMServer
-from recorder_core.client import RecordClient
+from recorder_core.client import AsyncRecordClient
 from tests.models import VOCABULARY, tiny_qwen3
 
 CLIENTS = 64
@@ -143,35 +144,37 @@ async def ask(http: aiohttp.ClientSession, server: Server, mode: Mode, client: i
         assert json.loads(end)["usage"]["completion_tokens"] == n
 
 
-async def one_round(server: Server, mode: Mode, tokens: int) -> tuple[float, float, float]:
+async def one_round(
+    http: aiohttp.ClientSession, server: Server, mode: Mode, tokens: int
+) -> tuple[float, float, float]:
     """All clients ask once; CPU microseconds per token (API, engine), and tokens per second."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        api, engine = server.cpu_s()
-        begin = time.perf_counter()
-        await asyncio.gather(
-            *(ask(http, server, mode, client, tokens) for client in range(CLIENTS))
-        )
-        took = time.perf_counter() - begin
-        await asyncio.sleep(SETTLE_S)
-        api_after, engine_after = server.cpu_s()
+    api, engine = server.cpu_s()
+    begin = time.perf_counter()
+    await asyncio.gather(*(ask(http, server, mode, client, tokens) for client in range(CLIENTS)))
+    took = time.perf_counter() - begin
+    await asyncio.sleep(SETTLE_S)
+    api_after, engine_after = server.cpu_s()
     count = CLIENTS * tokens
     return (api_after - api) / count * 1e6, (engine_after - engine) / count * 1e6, count / took
 
 
-def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[Mode, Samples]:
+async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[Mode, Samples]:
     """Every mode in every round, each round beginning with another."""
     samples = {mode: Samples() for mode in MODES}
-    with RecordClient(on.url) as records:
+    # One session: its connections are made in the round that warms up.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(connector=connector) as http,
+        AsyncRecordClient(on.url) as records,
+    ):
         for number in range(-1, rounds):
             shift = number % len(MODES)
             for mode in MODES[shift:] + MODES[:shift]:
                 server = on if mode.recording else off
-                # The round before the first only warms up.
                 count = tokens if number >= 0 else min(tokens, 32)
-                api, engine, throughput = asyncio.run(one_round(server, mode, count))
+                api, engine, throughput = await one_round(http, server, mode, count)
                 if mode.recording:
-                    assert records.delete("bench") == CLIENTS
+                    assert await records.delete("bench") == CLIENTS
                 if number >= 0:
                     samples[mode].api.append(api)
                     samples[mode].engine.append(engine)
@@ -191,14 +194,15 @@ def measure(quick: bool) -> list[Row]:
     env = {"RECORDER_ADMIN_KEY": None}
     with ExitStack() as servers:
         progress("serving: starting two servers")
-        # Of the two, the one that is installed here.
+        # Of the two engines, the one that is installed here.
         start = VLLMServer if importlib.util.find_spec("vllm") else SGLangServer
         off = start(model, env=env)
         on = start(model, "--enable-recording", env=env)
-        for server in (off, on):
-            servers.enter_context(server)
-        rounds, tokens = (1, 16) if quick else (7, 256)
-        samples = alternate(Server(off), Server(on), rounds, tokens)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(servers.enter_context, (off, on)))
+        # Six: each of the modes begins one round.
+        rounds, tokens = (1, 16) if quick else (len(MODES), 256)
+        samples = asyncio.run(alternate(Server(off), Server(on), rounds, tokens))
     rows = []
     for streamed in (False, True):
         modes = [mode for mode in MODES if mode.streamed == streamed]

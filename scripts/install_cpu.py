@@ -85,7 +85,9 @@ def version_in(python: Path, distribution: str) -> str | None:
 
 def install(python: Path, *requirements: str, without: Sequence[str] = NOT_ON_CPU) -> None:
     """Install from what the machine offers, else with torch from its own CPU index."""
-    command = [find_uv(), "pip", "install", "--python", str(python), *requirements]
+    # Compiled once here: every server start imports thousands of modules in several processes.
+    command = [find_uv(), "pip", "install", "--compile-bytecode", "--python", str(python)]
+    command += requirements
     # Outside the checkout: the workspace leaves torch and the engines out of every resolution.
     with tempfile.TemporaryDirectory() as elsewhere:
         override = Path(elsewhere, "override.txt")
@@ -134,7 +136,7 @@ def install_sglang(python: Path, version: str, target: Path) -> None:
     if done.exists():
         return
     shutil.rmtree(target, ignore_errors=True)
-    beside = ["--no-deps", "--compile-bytecode", "--target", str(target)]
+    beside = ["--no-deps", "--target", str(target)]
     install(python, *beside, f"sglang=={version}")
     # What SGLang leaves open, transformers narrows down.
     for name, wanted in (("sglang", SGLANG_PINS), ("transformers", TRANSFORMERS_PINS)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from recorder_core import Record
 from recorder_core.client import RecordClient
 
 PROMPT = "Say it in numbers."
+LONG: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
+"""Half a minute and more, on any CPU: for clients that do not wait for the end."""
 
 
 @dataclass
@@ -96,25 +99,28 @@ class Reply:
         self.completion_tokens = (chunk.get("usage") or {}).get("completion_tokens", 0)
 
 
-def _arguments(request: Request, key: str | None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return {"url": request.path, "json": {"model": "model", **request.body}, "headers": headers}
+def _arguments(server: VLLMServer, key: str | None, request: Request) -> dict[str, Any]:
+    return {
+        "url": server.base_url + request.path,
+        "json": {"model": "model", **request.body},
+        "headers": {"authorization": f"Bearer {key}"} if key else {},
+    }
+
+
+# One for all tests: making a client takes longer than a short generation.
+_http = httpx.Client(timeout=60)
 
 
 def send(server: VLLMServer, key: str | None, request: Request) -> httpx.Response:
     """Send a request, and read the whole answer."""
-    with httpx.Client(base_url=server.base_url, timeout=60) as http:
-        return http.post(**_arguments(request, key))
+    return _http.post(**_arguments(server, key, request))
 
 
 @contextmanager
 def streaming(server: VLLMServer, key: str, request: Request) -> Iterator[Iterator[dict[str, Any]]]:
     """The events of a streamed answer; the client goes away when the block ends."""
     streamed = request.updated(stream=True, stream_options={"include_usage": True})
-    with (
-        httpx.Client(base_url=server.base_url, timeout=60) as http,
-        http.stream("POST", **_arguments(streamed, key)) as response,
-    ):
+    with _http.stream("POST", **_arguments(server, key, streamed)) as response:
         assert response.status_code == 200, response.read()
         yield events(response.iter_lines())
 
@@ -124,6 +130,40 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
+
+
+def hold(
+    server: VLLMServer, key: str, request: Request, **headers: str
+) -> http.client.HTTPConnection:
+    """Send a request and do not read its answer: `close` the connection to leave."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = json.dumps({"model": "model", **request.body})
+    headers |= {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    connection.request("POST", request.path, body, headers)
+    return connection
+
+
+def load(server: VLLMServer) -> tuple[int, int, int]:
+    """What the engine runs, what it has queued, and how many tokens it ever sampled."""
+    lines = _http.get(f"{server.base_url}/metrics").text.splitlines()
+    running, waiting, sampled = (
+        sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+        for name in ("num_requests_running", "num_requests_waiting", "generation_tokens_total")
+    )
+    return int(running), int(waiting), int(sampled)
+
+
+def leave_after(
+    server: VLLMServer, tokens: int, start: Callable[[], http.client.HTTPConnection]
+) -> None:
+    """Hold a request, and leave once the engine has sampled so many tokens.
+
+    Not by a timeout: on a busy machine any length of it may be too short or too long.
+    """
+    before = load(server)[2]
+    connection = start()
+    wait_until(lambda: load(server)[2] >= before + tokens)
+    connection.close()
 
 
 def ask(server: VLLMServer, key: str, request: Request, *, stream: bool = False) -> Reply:

@@ -21,10 +21,12 @@ ENGINE_KEY = "engine-key-of-the-tests"
 """What `--api-key` of the keyed server is."""
 ADAPTER = "tiny-lora"
 """The name under which the servers serve the LoRA adapter."""
+MAX_MODEL_LEN = 8192
+"""Room for generations that still run when a starved client gets to leave them."""
 
 # What the recording server and its twin without recording have in common.
 SERVING = [
-    *["--dtype", "float32"],
+    *["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)],
     "--enable-prefix-caching",
     *["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
 ]
@@ -74,7 +76,8 @@ def keyed_server(log_folder: Path) -> Iterator[VLLMServer]:
 
     Its logprobs are those of the distribution that is sampled from.
     """
-    args = ["--enable-recording", *["--dtype", "float32"], *["--max-num-seqs", "2"]]
+    args = ["--enable-recording", "--dtype", "float32"]
+    args += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "2"]
     args += ["--api-key", ENGINE_KEY, "--logprobs-mode", "processed_logprobs"]
     with VLLMServer(tiny_qwen3(), *args, env=ENV, log=log_folder / "keyed.log") as server:
         yield server

@@ -115,7 +115,7 @@ def server(request: pytest.FixtureRequest) -> VLLMServer:
 
 
 @pytest.mark.parametrize(
-    "credential", ["{key}", ENGINE_KEY, ENGINE_KEY + ":{key}", ADMIN_KEY + ":{key}", "", None]
+    "credential", ["{key}", ENGINE_KEY, ENGINE_KEY + ":{key}", ADMIN_KEY + ":{key}", None]
 )
 def test_an_agent_reads_and_writes_no_records(
     server: VLLMServer, fresh_key: FreshKey, credential: str | None

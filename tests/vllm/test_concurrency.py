@@ -15,7 +15,7 @@ from examples.vllm_server import VLLMServer
 from recorder_core import FinishReason, Record, RecorderStats
 from recorder_core.client import AsyncRecordClient, RecordClient
 from tests.models import round_trip_ids, tiny_qwen3
-from tests.vllm.apis import settle
+from tests.vllm.apis import LONG, settle
 from tests.vllm.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.server
@@ -44,7 +44,7 @@ class Agent:
         request = {
             "model": "model",
             "messages": [{"role": "user", "content": f"I am {self.marker}"}],
-            "max_tokens": 400 if gone else random.Random(self.key).randrange(5, 40),
+            "max_tokens": LONG["max_tokens"] if gone else random.Random(self.key).randrange(5, 40),
             "n": self.samples,
             "stream": self.kind in (STREAMED, LEFT),
             "extra_body": {"ignore_eos": True},

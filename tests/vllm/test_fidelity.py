@@ -37,7 +37,7 @@ def logits_of(model: Any, record: Record) -> torch.Tensor:
 
 
 def logprobs_of(logits: torch.Tensor, record: Record) -> np.ndarray[Any, Any]:
-    chosen = torch.from_numpy(record.response_ids).long()[:, None]
+    chosen = torch.tensor(record.response_ids.tolist())[:, None]
     return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
 
 

@@ -83,6 +83,16 @@ REQUESTS = {
             "structured_outputs": {"choice": [CALL]},
         },
     ),
+    "chat with a required tool": Asked(
+        CHAT,
+        {
+            "messages": SAID,
+            **SEEDED,
+            "max_tokens": 90,
+            "tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}],
+            "tool_choice": "required",
+        },
+    ),
     "chat stopped by a string": Asked(
         CHAT, {"messages": SAID, **SEEDED, "allowed_token_ids": [20, 21], "stop": ["10", "01"]}
     ),
@@ -123,8 +133,8 @@ REQUESTS = {
     "error: too many logprobs": Asked(
         CHAT, {"messages": SAID, "logprobs": True, "top_logprobs": 500}
     ),
-    "error: too long": Asked(COMPLETIONS, {"prompt": "and " * 3000, "max_tokens": 4}),
-    "error: too many tokens": Asked(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5000}),
+    "error: too long": Asked(COMPLETIONS, {"prompt": "and " * 9000, "max_tokens": 4}),
+    "error: too many tokens": Asked(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 9000}),
     "error: no such token": Asked(GENERATE, {"token_ids": [99999], "sampling_params": SEEDED}),
     "error: message without a limit": Asked(MESSAGES, {"messages": SAID}),
     "error: no such response": Asked("/v1/responses/resp_none", method="GET"),
@@ -159,14 +169,15 @@ STREAMS = {
         MESSAGES, {"messages": SAID, "max_tokens": 10, "temperature": 0, "stream": True}
     ),
     "error: temperature": Asked(CHAT, {"messages": SAID, "temperature": -1, "stream": True}),
-    "error: too long": Asked(COMPLETIONS, {"prompt": "and " * 3000, "stream": True}),
+    "error: too long": Asked(COMPLETIONS, {"prompt": "and " * 9000, "stream": True}),
 }
 
+_IDS = rb"(?:chatcmpl|chatcmpl-tool|cmpl|resp|msg|generate-tokens|generative-scoring)[-_]"
 # What differs from one request to the next, of whatever server.
 _VOLATILE = [
-    (re.compile(rb"\b((chatcmpl|cmpl|resp|msg|generate-tokens)(-tool)?[-_])[0-9a-f]+"), rb"\1ID"),
+    (re.compile(rb"\b(" + _IDS + rb")[0-9a-f]{8,}"), rb"\1ID"),
     (re.compile(rb'"(created|created_at|completed_at)": ?[0-9.]+'), rb'"\1":TIME'),
-    (re.compile(rb'"request_id": ?"[0-9a-f-]+"'), rb'"request_id":ID'),
+    (re.compile(rb'"(id|item_id|request_id)": ?"[0-9a-f]{8,}"'), rb'"\1":ID'),
 ]
 
 
@@ -230,7 +241,8 @@ def test_a_reply_is_the_same_with_recording_on(
     off = reply(plain_server, asked, key)
     on = reply(recording_server, asked, key)
     assert on == off
-    assert (off[0] >= 400) == name.startswith("error")
+    if name not in ("preflight", "chat with a required tool"):  # refused by some releases only
+        assert (off[0] >= 400) == name.startswith("error")
     assert key.encode() not in off[2]
 
 

@@ -55,7 +55,7 @@ def moe_client(moe_server: VLLMServer) -> Iterator[RecordClient]:
 def chosen_by_router(model: Any, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """[length - 1, layers, top_k], the experts of a token in ascending order."""
     with torch.inference_mode():
-        output = model(torch.from_numpy(tokens).long()[None], output_router_logits=True)
+        output = model(torch.tensor([tokens.tolist()]), output_router_logits=True)
     layers = [each.topk(TOP_K, dim=-1).indices for each in output.router_logits]
     return torch.stack(layers, dim=1).sort(-1).values.numpy()[:-1]
 

@@ -27,7 +27,8 @@ APPROXIMATE = ("version_boundary_approximate",)
 
 def post(server: VLLMServer, path: str, *, json: Any = None, **params: str) -> None:
     """Call one of vLLM's own routes for trainers."""
-    reply = httpx.post(server.base_url + path, json=json, params=params, timeout=120)
+    # Without certificates, which take longer to load than some generations last.
+    reply = httpx.post(server.base_url + path, json=json, params=params, timeout=120, verify=False)
     assert reply.status_code == 200, reply.text
 
 
@@ -196,24 +197,19 @@ class Reference:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def follow(self, ids: Sequence[int], cache: Any = None) -> tuple[np.ndarray, Any]:
-        """The logprobs of every token after each of `ids`, and the attention cache with them."""
+    def after(self, ids: Sequence[int]) -> np.ndarray:
+        """The logprobs of every token after each of `ids`."""
         with self._torch.no_grad():
-            output = self._model(self._torch.tensor([ids]), past_key_values=cache, use_cache=True)
-        return output.logits[0].log_softmax(-1).numpy(), output.past_key_values
+            return self._model(self._torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
 
 
-def chosen(rows: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """The logprobs of the tokens that were sampled."""
-    return rows[np.arange(len(ids)), ids]
-
-
-def assert_sampled_by(record: Record, reference: Reference) -> None:
-    """Greedy, the reference samples the same tokens with the same logprobs."""
+def assert_sampled_by(reference: Reference, record: Record, start: int, end: int) -> None:
+    """Given the tokens before, the reference picks the same tokens with the same logprobs."""
     prompt, response = record.prompt_ids.tolist(), record.response_ids.tolist()
-    rows = reference.follow([*prompt, *response[:-1]])[0][len(prompt) - 1 :]
-    assert rows.argmax(-1).tolist() == response
-    np.testing.assert_allclose(record.logprobs, chosen(rows, response), atol=2e-3)
+    rows = reference.after([*prompt, *response[: end - 1]])[len(prompt) + start - 1 :]
+    assert rows.argmax(-1).tolist() == response[start:end]
+    picked = rows[np.arange(end - start), response[start:end]]
+    np.testing.assert_allclose(record.logprobs[start:end], picked, atol=1e-3)
 
 
 def test_spans_name_the_weights_that_sampled_the_tokens(
@@ -230,38 +226,28 @@ def test_spans_name_the_weights_that_sampled_the_tokens(
     ask(recording_server, before, request)
 
     def new_weights() -> None:
-        # The generation waits meanwhile, and keeps the attention cache of the old weights.
         post(recording_server, "/pause", mode="keep")
         reload_weights(other_weights, "step-1")
         post(recording_server, "/resume")
 
-    labelled_on_the_way(recording_server, across, {30: new_weights}, 700)
+    labelled_on_the_way(recording_server, across, {30: new_weights}, 1500)
     post(recording_server, "/reset_prefix_cache")
     ask(recording_server, after, request)
 
     record = only(labels.get(before))
     assert record.versions == ((0, 40, "default"),)
-    assert_sampled_by(record, old)
+    assert_sampled_by(old, record, 0, 40)
     record = only(labels.get(after))
     assert record.versions == ((0, 40, "step-1"),)
-    assert_sampled_by(record, new)
+    assert_sampled_by(new, record, 0, 40)
     with pytest.raises(AssertionError):
-        assert_sampled_by(record, old)  # the two can be told apart
+        assert_sampled_by(old, record, 0, 40)  # the two can be told apart
 
     record = only(labels.get(across))
-    prompt, response = record.prompt_ids.tolist(), record.response_ids.tolist()
-    assert [span.version for span in record.versions] == ["default", "step-1"]
-    boundary = record.versions[0].end
-    # The last token before the boundary was sampled by the old weights and read by the new ones.
-    rows, cache = old.follow([*prompt, *response[: boundary - 1]])
-    rows = rows[len(prompt) - 1 :]
-    assert rows.argmax(-1).tolist() == response[:boundary]
-    np.testing.assert_allclose(
-        record.logprobs[:boundary], chosen(rows, response[:boundary]), atol=2e-3
-    )
-    rows, _ = new.follow(response[boundary - 1 : -1], cache)
-    assert rows.argmax(-1).tolist() == response[boundary:]
-    np.testing.assert_allclose(
-        record.logprobs[boundary:], chosen(rows, response[boundary:]), atol=2e-3
-    )
+    first, second = record.versions
+    assert [first.version, second.version] == ["default", "step-1"]
+    assert [first.start, first.end, second.end] == [0, second.start, 1500]
+    assert_sampled_by(old, record, 0, first.end)
+    # vLLM computes a generation that it kept anew with the weights that go on with it.
+    assert_sampled_by(new, record, second.start, 1500)
     assert record.flags == (() if engine_version >= PER_TOKEN_SPANS else APPROXIMATE)

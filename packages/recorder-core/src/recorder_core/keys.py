@@ -165,7 +165,7 @@ class KeyPrefix:
     parts: tuple[str, ...]
 
     def __init__(self, text: str = "") -> None:
-        trimmed = text.removesuffix("/")
+        trimmed = text.removesuffix("/") or text  # "/" alone is no way to say "everything"
         self.parts = _components(trimmed, "key prefix") if trimmed else ()
 
     def matches(self, key: RecordKey) -> bool:

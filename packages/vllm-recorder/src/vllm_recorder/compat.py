@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 
 from recorder_core.engines import EngineSupport, Gives, refuse
+from recorder_core.errors import UnsupportedEngineError
 
 OLDEST = Version("0.27.0")
 NEWEST = Version("0.33.0")
@@ -57,6 +58,18 @@ def check_arguments(args: argparse.Namespace) -> None:
             "1": count is not None and count > 1,
         }
     )
+
+
+def check_experts(model_config: Any) -> None:
+    """Refuse a model that routes no tokens to experts.
+
+    Raises:
+        UnsupportedEngineError: With the way out.
+    """
+    if not model_config.get_num_experts():
+        raise UnsupportedEngineError(
+            "--recording-routed-experts: the model has no experts; leave the flag out"
+        )
 
 
 def check_hook_points(output_processor: Any) -> None:

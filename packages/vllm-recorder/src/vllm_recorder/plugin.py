@@ -67,9 +67,24 @@ def _with_options(from_cli_args: Any) -> Any:
             if _options.routed_experts and not args.enable_return_routed_experts:
                 args.enable_return_routed_experts = True
                 args.recording_hides_routed_experts = True
-        return from_cli_args(cls, args)
+        engine_args = from_cli_args(cls, args)
+        if _options.routed_experts:
+            engine_args.create_model_config = _with_experts(engine_args.create_model_config)
+        return engine_args
 
     return with_options
+
+
+def _with_experts(create_model_config: Any) -> Any:
+    # Checked before the engine core starts: of a dense model it dies, with its own traceback.
+    @functools.wraps(create_model_config)
+    def with_experts() -> Any:
+        config = create_model_config()
+        with compat.refusing():
+            compat.check_experts(config)
+        return config
+
+    return with_experts
 
 
 def _check(args: argparse.Namespace) -> None:

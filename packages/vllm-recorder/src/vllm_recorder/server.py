@@ -70,15 +70,10 @@ class RecordingEndpoints:
         """Hook the engine's output processor.
 
         Raises:
-            SystemExit: A hook point is missing, or routed experts were asked of a model that has
-                none.
+            SystemExit: A hook point is missing.
         """
         self._engine = engine_client
         with compat.refusing():
-            if self._options.routed_experts and not engine_client.model_config.get_num_experts():
-                raise UnsupportedEngineError(
-                    "--recording-routed-experts: the model has no experts; leave the flag out"
-                )
             hook.install(
                 engine_client,
                 self._recorder,
