@@ -167,7 +167,8 @@ async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[M
         aiohttp.ClientSession(connector=connector) as http,
         AsyncRecordClient(on.url) as records,
     ):
-        for number in range(-1, rounds):
+        # Those before the first only warm up; each server stalls for half a second once or twice.
+        for number in range(-3, rounds):
             shift = number % len(MODES)
             for mode in MODES[shift:] + MODES[:shift]:
                 server = on if mode.recording else off
@@ -179,7 +180,7 @@ async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[M
                     samples[mode].api.append(api)
                     samples[mode].engine.append(engine)
                     samples[mode].throughput.append(throughput)
-            progress(f"serving: round {number + 1} of {rounds}")
+            progress(f"serving: round {max(number + 1, 0)} of {rounds}")
     return samples
 
 

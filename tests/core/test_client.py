@@ -497,10 +497,10 @@ def test_several_servers_are_asked_at_once(both, server, second_server):
     generations = [each.recorder.start(KEY) for each in (server, second_server)]
     started = time.monotonic()
 
-    with both.drain("0", wait_s=0.5) as drained:
+    with both.drain("0", wait_s=1.5) as drained:
         assert drained.pending == 2
 
-    assert 0.5 <= time.monotonic() - started < 0.95
+    assert 1.5 <= time.monotonic() - started < 2.9  # one after the other they would take 3
     for each in generations:
         each.drop("test")
 

@@ -62,4 +62,4 @@ def test_without_a_label_nothing_is_known_until_there_is_one() -> None:
     labels = VersionLabels("")
     assert labels.spans(4) == ((), ())
     labels.change("a", 2)
-    assert labels.spans(4)[0] == (VersionSpan(2, 4, "a"),)
+    assert labels.spans(4) == ((VersionSpan(2, 4, "a"),), ("version_boundary_approximate",))

@@ -446,7 +446,7 @@ def test_closing_does_not_wait_longer_than_told(blocked):
     start = time.monotonic()
     blocked.close(timeout=0.05)
     assert not blocked.flush(0.05)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5  # it would be for ever
     release(blocked)
     assert blocked.flush()  # without a limit: it must not wait for ever
     assert blocked.stats().recorded == 1

@@ -77,8 +77,8 @@ def test_a_record_holds_the_ids_and_logprobs_that_the_reply_shows(
     n: int,
     engine_version: Version,
 ) -> None:
-    if api is generate and stream and n > 1 and engine_version < Version("0.32"):
-        pytest.skip("this vLLM itself fails to stream several samples of a token request")
+    if api is generate and n > 1 and engine_version < Version("0.32" if stream else "0.30"):
+        pytest.skip("this vLLM itself loses samples of a token request")
     key = fresh_key()
     request = api(max_tokens=12, n=n, seed=5, temperature=1.0, logprobs=1)
     reply = ask(recording_server, key, request, stream=stream)

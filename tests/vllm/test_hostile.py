@@ -122,7 +122,9 @@ class Connection:
             except (ConnectionError, asyncio.IncompleteReadError):
                 # Refused in the middle: the answer may be lost, as the rest is still being sent.
                 answer = Answer(0, {}, b"")
-        if answer.status == 0 or answer.headers.get(b"connection", b"").lower() == b"close":
+        # After a fault of its own the server closes without saying so.
+        closed = answer.headers.get(b"connection", b"").lower() == b"close"
+        if closed or answer.status == 0 or answer.status >= 500:
             await self.close()
         return answer
 
@@ -354,7 +356,10 @@ def test_whatever_stands_for_a_key_is_served_as_without_recording_and_counted(
         assert [(request, answer) for request, answer in stock if answer.status < 500] == []
     # What is no HTTP, or too much of it, may be cut off.
     cut_off = [request for request, answer in answers if answer.status == 0]
-    assert all(b"\x00" in each.wire or len(each.wire) > HUGE for each in cut_off)
+    whole = [each for each in cut_off if b"\x00" not in each.wire and len(each.wire) < HUGE]
+    # A server may close a connection in the moment that it is used again: asked anew, it answers.
+    again = send_all(recording_server.port, whole)
+    assert [request for request, answer in again if answer.status == 0] == []
 
     fates = Counter(request.fate for request, answer in answers if answer.status == 200)
     refused = [(each, answer) for each, answer in answers if each.fate and answer.status != 200]

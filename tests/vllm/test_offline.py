@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from packaging.version import Version
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
@@ -333,7 +334,9 @@ async def last_output(engine: AsyncLLM, prompt: str, request: str, **params: Any
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_concurrent_tasks_keep_their_keys_apart(async_llm: AsyncLLM) -> None:
+async def test_concurrent_tasks_keep_their_keys_apart(
+    async_llm: AsyncLLM, engine_version: Version
+) -> None:
     recorder = vllm_recorder.install(async_llm)
 
     async def episode(number: int) -> RequestOutput:
@@ -350,7 +353,42 @@ async def test_concurrent_tasks_keep_their_keys_apart(async_llm: AsyncLLM) -> No
         assert record.prompt_ids.tolist() == list(output.prompt_token_ids)
         assert record.response_ids.tolist() == list(output.outputs[0].token_ids)
         assert record.request_id.startswith(f"request-{number}")
+        # Before 0.32 an AsyncLLM tells its label only to who can wait for it.
+        known = ((0, 12, "default"),) if engine_version >= Version("0.32.0") else ()
+        assert record.versions == known
     assert recorder.stats().recorded == 16
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_label_set_in_the_middle_of_a_generation_splits_it(
+    async_llm: AsyncLLM, engine_version: Version
+) -> None:
+    recorder = vllm_recorder.install(async_llm)
+    try:
+        with vllm_recorder.record_key("17/version/0"):
+            params = SamplingParams(**{**GREEDY, "max_tokens": 300})
+            before = 0
+            async for output in async_llm.generate(PROMPTS[0], params, "labelled"):
+                arrived = len(output.outputs[0].token_ids)
+                if arrived >= 10 and not before:
+                    before = arrived
+                    await async_llm.update_weight_version("step-1")
+            await last_output(async_llm, PROMPTS[1], "after", **GREEDY)
+    finally:
+        vllm_recorder.uninstall(async_llm)
+        await async_llm.update_weight_version("default")
+    across, after = records_of(recorder)
+    assert after.versions == ((0, 12, "step-1"),)
+    assert after.flags == ()
+    *earlier, (start, end, version) = across.versions
+    assert (end, version) == (300, "step-1")
+    assert before <= start < 300
+    if engine_version >= Version("0.32.0"):
+        assert earlier == [(0, start, "default")]
+        assert across.flags == ()
+    else:
+        assert earlier == []  # unknown, and not guessed
+        assert across.flags == ("version_boundary_approximate",)
 
 
 @pytest.mark.asyncio(loop_scope="module")

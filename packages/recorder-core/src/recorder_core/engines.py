@@ -115,8 +115,8 @@ class VersionLabels:
     __slots__ = ("_labels",)
 
     def __init__(self, label: str) -> None:
-        # (label, first output token)
-        self._labels: list[tuple[str, int]] = [(label, 0)] if label else []
+        # (label, first output token); the empty label where it is not known.
+        self._labels: list[tuple[str, int]] = [(label, 0)]
 
     def change(self, label: str, position: int) -> None:
         """Another label is in force from the output token `position` on."""
@@ -128,10 +128,11 @@ class VersionLabels:
         The label changed on the API server's side; tokens then in flight may have been sampled
         before.
         """
-        starts = [start for _, start in self._labels]
+        starts = [*(min(start, count) for _, start in self._labels), count]
         found = tuple(
             VersionSpan(start, end, label)
-            for (label, start), end in zip(self._labels, [*starts[1:], count], strict=False)
-            if start < end
+            for (label, start), end in zip(self._labels, starts[1:], strict=True)
+            if label and start < end
         )
-        return found, ("version_boundary_approximate",) if len(found) > 1 else ()
+        changed = any(start < count for start in starts[1:])
+        return found, ("version_boundary_approximate",) if changed else ()

@@ -10,7 +10,7 @@ Records are append-only and immutable but for `reward`, `token_level_reward` and
 from __future__ import annotations
 
 import json
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -61,9 +61,11 @@ def _writable(info: dict[str, Any]) -> dict[str, Any]:
 Info = Annotated[dict[str, JsonValue], AfterValidator(_writable)]
 """A workflow's own notes: what JSON holds, of limited depth."""
 
-# Measured with tracemalloc on records as the recorder builds them, three arrays, sampling, ids
-# and a share of the store's own dictionaries included.
-_OBJECT_BYTES = 3_600
+# Measured with tracemalloc on records as the recorder builds them, three arrays, ids and a share
+# of the store's own dictionaries included.
+_OBJECT_BYTES = 3_650
+# Requests that are sampled alike share one object; a seed is a request's own.
+_SEEDED_SAMPLING_BYTES = 1_100
 _VERSION_BYTES = 300
 _ITEM_BYTES = 800
 
@@ -233,6 +235,7 @@ class Record(ArrayModel):
     def nbytes(self) -> int:
         """Memory that the record holds: arrays, texts and Python objects, in bytes."""
         total = _OBJECT_BYTES + self.prompt_ids.nbytes + self.response_ids.nbytes
+        total += 0 if self.sampling.seed is None else _SEEDED_SAMPLING_BYTES
         for array in (self.logprobs, self.token_level_reward):
             total += 0 if array is None else array.nbytes
         if self.routed_experts is not None:
@@ -300,4 +303,4 @@ class Turn:
     created_at: float = 0.0
     finished_at: float = 0.0
     flags: tuple[str, ...] = ()
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
