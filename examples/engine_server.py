@@ -144,6 +144,10 @@ class EngineServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        # SGLang derives more ports from it, up to ten thousand higher.
+        if port < 55_000:
+            return port

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import sglang
 
@@ -31,6 +32,7 @@ def engine() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (ENVIRONMENT | {"SGLANG_TEST_RETRACT": "1"}).items():
             patch.setenv(name, value)
+        others = set(psutil.Process().children())
         made = sglang.Engine(
             model_path=str(tiny_qwen3()),
             device="cpu",
@@ -44,7 +46,9 @@ def engine() -> Iterator[Any]:
             log_level="error",
         )
         yield made
-        made.shutdown()
+        # Its own shutdown() would end every child of this process, the other tests' servers too.
+        for child in set(psutil.Process().children()) - others:
+            child.kill()
 
 
 @pytest.fixture

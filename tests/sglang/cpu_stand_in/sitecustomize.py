@@ -48,7 +48,8 @@ def leave_memory_unpinned(module: ModuleType) -> None:
 
 BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}
 AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "sglang.srt.layers.moe.routed_experts_capturer": leave_memory_unpinned,  # 0.5.11
+    "sglang.srt.layers.moe.routed_experts_capturer": leave_memory_unpinned,  # older releases
+    "sglang.srt.state_capturer.base": leave_memory_unpinned,
     "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered,
 }
 

@@ -55,15 +55,19 @@ def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.en
         return getattr(args, name, None)
 
     workers = given("tokenizer_worker_num") or 1
-    rust = environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y", "t", "on")
-    grpc = any(given(name) for name in ("grpc_mode", "smg_grpc_mode", "grpc_port")) or bool(
-        environ.get("SGLANG_GRPC_PORT")
-    )
+
+    def on(name: str) -> bool:
+        return environ.get(name, "").lower() in ("1", "true", "yes", "y", "t", "on")
+
+    rust = on("SGLANG_RUST_SERVER")
+    grpc = any(given(name) for name in ("grpc_mode", "smg_grpc_mode", "grpc_port"))
+    grpc = grpc or on("SGLANG_ENABLE_GRPC") or bool(environ.get("SGLANG_GRPC_PORT"))
     refuse(
         {
             "the Rust server has no Python hooks: unset SGLANG_RUST_SERVER": rust,
             "the gRPC servers have no record keys and no routes for /records: leave out "
-            "--grpc-mode, --smg-grpc-mode and --grpc-port": grpc,
+            "--grpc-mode, --smg-grpc-mode and --grpc-port, and unset SGLANG_ENABLE_GRPC and "
+            "SGLANG_GRPC_PORT": grpc,
             f"{workers} tokenizer workers would each record only a part: use "
             "--tokenizer-worker-num 1": workers > 1,
             "an encoder generates nothing: give the flag to the language server, not to one with "
