@@ -116,9 +116,8 @@ def test_a_real_models_logprobs_agree_within_the_precision_of_bfloat16(
     record = only(smol_client.get(key))
     model = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.bfloat16).eval()
     difference = np.abs(record.logprobs - logprobs_of(logits_of(model, record), record))
-    print(difference.mean(), difference.max())
-    # Logits near 16 are 1/16 apart in bfloat16.
-    assert difference.mean() < 0.05
+    # Logits near 16 are 1/16 apart in bfloat16; 0.04 and 0.24 were seen.
+    assert difference.mean() < 0.08
     assert difference.max() < 0.5
     assert record.logprobs.mean() < -0.5  # far more than the tolerance
 
