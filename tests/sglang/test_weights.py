@@ -29,7 +29,7 @@ FreshKey = Callable[[], str]
 LONG = {"max_new_tokens": 240, "ignore_eos": True, "temperature": 1.0}
 
 
-FLUSHES_WHILE_RETRACTED = Version("0.5.19")
+FLUSHES_WHILE_RETRACTED = Version("0.5.21")
 """Before, a scheduler that is asked to flush its cache ends if generations wait for their turn."""
 
 
@@ -138,9 +138,8 @@ def test_retracted_generations_go_on_with_the_new_weights_from_the_boundary_on(
     record = only(record_client.get(key))
     at = boundary(record, engine_version)
     if not flush:
-        # What was on its way when the label changed may lie on the other side of the boundary,
-        # and what follows may stand on the old weights' cache: both are marked.
-        assert set(record.flags) == {"version_boundary_approximate", "stale_prefix_cache"}
+        # What follows may stand on the old weights' cache, which is marked.
+        assert "stale_prefix_cache" in record.flags
         assert old.misses(record)[: at - 4].max() < 1e-3
         assert old.misses(record)[at + 4 :].mean() > 0.1
         return
