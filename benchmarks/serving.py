@@ -1,4 +1,4 @@
-"""CPU time per generated token of a vLLM server, recording off, on, and off with logprobs asked.
+"""CPU time per generated token of an engine server, recording off, on, and off with logprobs asked.
 
 Two servers of one tiny model run side by side, one with `--enable-recording`; 64 clients at a time
 ask one of them. Rounds alternate, so that whatever else the machine does meets all alike. CPU time
@@ -9,6 +9,7 @@ throughput down. With so small a model the API server is the bottleneck, the wor
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import time
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# vLLM brings it; its parser is C, and streamed answers come in thousands of pieces.
+# The engines bring it; its parser is C, and streamed answers come in thousands of pieces.
 import aiohttp
 import numpy as np
 
 from benchmarks.harness import Row, main, progress, row
+from examples.engine_server import EngineServer
+from examples.sglang_server import SGLangServer
 from examples.vllm_server import VLLMServer
 from recorder_core.client import AsyncRecordClient
 from tests.models import VOCABULARY, tiny_qwen3
@@ -63,7 +66,7 @@ class Samples:
     api: list[float] = field(default_factory=list)
     """Microseconds of CPU per generated token, in the API server process."""
     engine: list[float] = field(default_factory=list)
-    """The same of its child processes: the engine core."""
+    """The same of its child processes: the engine core, or the scheduler and detokenizer."""
     throughput: list[float] = field(default_factory=list)
     """Generated tokens per second, all clients together."""
 
@@ -71,7 +74,7 @@ class Samples:
 class Server:
     """A running server and its processes."""
 
-    def __init__(self, server: VLLMServer) -> None:
+    def __init__(self, server: EngineServer) -> None:
         self.url = server.base_url
         self.model = server.name
         self._pid = server.pid
@@ -192,8 +195,10 @@ def measure(quick: bool) -> list[Row]:
     env = {"RECORDER_ADMIN_KEY": None}
     with ExitStack() as servers:
         progress("serving: starting two servers")
-        off = VLLMServer(model, env=env)
-        on = VLLMServer(model, "--enable-recording", env=env)
+        # Of the two engines, the one that is installed here.
+        start = VLLMServer if importlib.util.find_spec("vllm") else SGLangServer
+        off = start(model, env=env)
+        on = start(model, "--enable-recording", env=env)
         with ThreadPoolExecutor() as threads:
             list(threads.map(servers.enter_context, (off, on)))
         # Six: each of the modes begins one round.

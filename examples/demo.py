@@ -1,8 +1,9 @@
-"""The main job on a real model: stock vLLM serves, agents play, the run is recorded.
+"""The main job on a real model: a stock engine serves, agents play, the run is recorded.
 
-    python -m examples.demo
+    python -m examples.demo         # vLLM
+    python -m examples.demo sglang
 
-Starts `vllm serve --enable-recording` with SmolLM2-135M-Instruct, plays a few dozen episodes
+Starts the engine with `--enable-recording` and SmolLM2-135M-Instruct, plays a few dozen episodes
 through the OpenAI client, writes their rewards back, drains the batch and shows it.
 """
 
@@ -19,11 +20,13 @@ from transformers import AutoTokenizer
 
 from examples.capitals import TASKS, Task, play
 from examples.report import show
+from examples.sglang_server import SGLangServer
 from examples.smollm2 import smollm2
 from examples.vllm_server import VLLMServer
 from recorder_core.client import AsyncRecordClient
 
 BATCH = "demo"
+ENGINES = {"vllm": VLLMServer, "sglang": SGLangServer}
 
 
 async def run_batch(
@@ -43,7 +46,7 @@ async def run_batch(
     await asyncio.gather(*(one_run(task, run) for task in TASKS for run in range(runs)))
 
 
-async def main(runs: int) -> None:
+async def main(engine: str, runs: int) -> None:
     """Everything between an empty machine and a training batch."""
     console = Console(width=100 if not Console().is_terminal else None)
     progress = Progress(
@@ -57,13 +60,13 @@ async def main(runs: int) -> None:
     model = smollm2()
     # The agents below hold record keys; only this process holds the admin key.
     admin_key = secrets.token_urlsafe(16)
-    server = VLLMServer(
+    server = ENGINES[engine](
         model, "--enable-recording", name="smollm2", env={"RECORDER_ADMIN_KEY": admin_key}
     )
     console.print(f"Starting {' '.join(server.command[1:])}")
     console.print(f"  (its log: {server.log_path})")
     begun = time.monotonic()
-    with console.status("Waiting for vLLM ..."), server:
+    with console.status("Waiting for the engine ..."), server:
         console.print(f"  up after {time.monotonic() - begun:.0f} s")
         async with AsyncRecordClient(server.base_url, admin_key=admin_key) as records:
             with progress:
@@ -83,5 +86,7 @@ async def main(runs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engine", nargs="?", choices=ENGINES, default="vllm")
     parser.add_argument("--runs", type=int, default=4, help="runs per task (default: 4)")
-    asyncio.run(main(parser.parse_args().runs))
+    args = parser.parse_args()
+    asyncio.run(main(args.engine, args.runs))

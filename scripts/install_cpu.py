@@ -2,6 +2,7 @@
 
     python scripts/install_cpu.py torch --python .venv/bin/python
     python scripts/install_cpu.py vllm 0.32.0 --python .venv/bin/python
+    python scripts/install_cpu.py sglang 0.5.23 --python .venv/bin/python --target sglang-0.5.23
     python scripts/install_cpu.py tinker 0.38.0 --python .venv/bin/python
     python scripts/install_cpu.py skyrl 0.4.0 --python .venv/bin/python
 
@@ -13,16 +14,35 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 # The CPU build asks for these, but they resolve to CUDA builds that the CLI fails to import.
 NOT_ON_CPU = ("torchaudio", "torchcodec", "torchvision")
+
+# What SGLang imports on a CPU, of the many that it asks for: the rest is for GPUs. Those that it
+# pins exactly are installed beside it, in the release's own folder.
+SGLANG_NEEDS = (
+    *["aiohttp", "anthropic", "datasets", "dill", "distro", "einops", "fastapi", "gguf", "httpx"],
+    *["huggingface_hub", "interegular", "ipython", "jsonschema", "llguidance>=1.7.6,<2", "loguru"],
+    *["msgspec", "orjson", "packaging", "partial_json_parser", "pillow", "prometheus-client"],
+    *["psutil", "pybase64", "pydantic", "python-multipart", "pyzmq", "regex", "requests"],
+    *["safetensors", "sentencepiece", "setproctitle", "soundfile", "starlette", "tiktoken", "tqdm"],
+    *["triton==3.6.0", "uvicorn", "uvloop", "xxhash", "zstandard"],
+)
+SGLANG_PINS = (
+    *["apache-tvm-ffi", "compressed-tensors", "openai", "openai-harmony", "tokenizers"],
+    *["transformers", "xgrammar"],
+)
+TRANSFORMERS_PINS = ("huggingface-hub", "tokenizers")
 
 # pip's settings of this machine and the separator of uv's counterpart.
 PIP_TO_UV = {
@@ -65,7 +85,7 @@ def version_in(python: Path, distribution: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def install(python: Path, *requirements: str) -> None:
+def install(python: Path, *requirements: str, without: Sequence[str] = NOT_ON_CPU) -> None:
     """Install from what the machine offers, else with torch from its own CPU index."""
     # Compiled once here: every server start imports thousands of modules in several processes.
     command = [find_uv(), "pip", "install", "--compile-bytecode", "--python", str(python)]
@@ -73,7 +93,7 @@ def install(python: Path, *requirements: str) -> None:
     # Outside the checkout: the workspace leaves torch and the engines out of every resolution.
     with tempfile.TemporaryDirectory() as elsewhere:
         override = Path(elsewhere, "override.txt")
-        override.write_text("".join(f'{name} ; sys_platform == "never"\n' for name in NOT_ON_CPU))
+        override.write_text("".join(f'{name} ; sys_platform == "never"\n' for name in without))
         command += ["--override", str(override)]
         first = subprocess.run(command, cwd=elsewhere, env=uv_environment(), check=False)
         if first.returncode:
@@ -104,6 +124,38 @@ def install_vllm(python: Path, version: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             wheel = write_name_wheel(Path(folder), "vllm", f"{version}+cpu")
             install(python, "--no-deps", str(wheel))
+
+
+def install_sglang(python: Path, version: str, target: Path) -> None:
+    """One release of SGLang into a folder of its own, over an environment that all share.
+
+    `target` goes on PYTHONPATH. It holds the release and what it pins exactly, of what a CPU needs.
+    """
+    if not version_in(python, "torchvision"):
+        install(python, "torch==2.13.0+cpu", *SGLANG_NEEDS)
+        install(python, "--no-deps", "torchvision==0.28.0", without=())
+    done = target / ".complete"
+    if done.exists():
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    beside = ["--no-deps", "--target", str(target)]
+    install(python, *beside, f"sglang=={version}")
+    # What SGLang leaves open, transformers narrows down.
+    for name, wanted in (("sglang", SGLANG_PINS), ("transformers", TRANSFORMERS_PINS)):
+        missing = [each for each in wanted if not _is_in(target, each)]
+        install(python, *beside, *_asked_by(name, target, missing))
+    done.touch()
+
+
+def _is_in(folder: Path, name: str) -> bool:
+    return any(importlib.metadata.distributions(name=name, path=[str(folder)]))
+
+
+def _asked_by(name: str, folder: Path, wanted: Sequence[str]) -> list[str]:
+    """What a distribution in `folder` requires, of the distributions `wanted`."""
+    (found,) = importlib.metadata.distributions(name=name, path=[str(folder)])
+    asked = [each.partition(";")[0].strip() for each in found.requires or ()]
+    return [each for each in asked if re.split(r"[^\w.-]", each)[0].lower() in wanted]
 
 
 def install_tinker(python: Path, version: str) -> None:
@@ -149,14 +201,19 @@ def main() -> None:
     what = parser.add_subparsers(dest="what", required=True)
     engines = {"skyrl": install_skyrl, "tinker": install_tinker, "vllm": install_vllm}
     what.add_parser("torch")
-    for engine in engines:
+    for engine in (*engines, "sglang"):
         what.add_parser(engine).add_argument("version")
+    what.choices["sglang"].add_argument(
+        "--target", type=Path, required=True, help="the release's folder"
+    )
     for sub in what.choices.values():
         sub.add_argument("--python", type=Path, required=True, help="the environment's python")
     args = parser.parse_args()
     python = args.python.absolute()  # not resolved: the link is what names the environment
     if args.what == "torch":
         install_torch(python)
+    elif args.what == "sglang":
+        install_sglang(python, args.version, args.target.absolute())
     else:
         engines[args.what](python, args.version)
 

@@ -92,6 +92,11 @@ def tiny_qwen3_moe() -> Path:
     return make_once(models_folder() / "tiny_qwen3_moe", _make_qwen3_moe)
 
 
+def tiny_qwen3_moe_wide() -> Path:
+    """The folder of a random Qwen3-MoE with more experts than a byte counts: 300, 2 per token."""
+    return make_once(models_folder() / "tiny_qwen3_moe_wide", _make_qwen3_moe_wide)
+
+
 def tiny_lora() -> Path:
     """The folder of a rank-4 LoRA adapter for `tiny_qwen3`, in PEFT's format."""
     return make_once(models_folder() / "tiny_lora", _make_lora)
@@ -124,6 +129,13 @@ def _make_qwen3_moe(folder: Path) -> None:
     from transformers import Qwen3MoeConfig
 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    _save(folder, Qwen3MoeConfig(**CONFIG, **experts, intermediate_size=768, norm_topk_prob=True))
+
+
+def _make_qwen3_moe_wide(folder: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 300, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     _save(folder, Qwen3MoeConfig(**CONFIG, **experts, intermediate_size=768, norm_topk_prob=True))
 
 
@@ -206,7 +218,10 @@ def _make_lora(folder: Path) -> None:
 
 MODELS = {
     make.__name__: make
-    for make in (smollm2, tiny_lora, tiny_qwen3, tiny_qwen3_float32, tiny_qwen3_moe)
+    for make in (
+        *[smollm2, tiny_lora, tiny_qwen3, tiny_qwen3_float32],
+        *[tiny_qwen3_moe, tiny_qwen3_moe_wide],
+    )
 }
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
 from recorder_core.context import MISSING, Identity, current_identity, identify
+from recorder_core.engines import VersionLabels
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.recorder import Pending, Recorder
 from recorder_core.records import (
@@ -126,8 +127,7 @@ class Recording:
         self._arrived = request.arrival_time
         # Read here: the features hold images, which must not live as long as the generation.
         self._multi_modal = _multi_modal(request.mm_features)
-        # (label, first output token): kept here where the engine reports no spans.
-        self.labels: list[tuple[str, int]] = [(hook.version, 0)]  # "" where it is not known
+        self.labels = VersionLabels(hook.version)  # used where the engine reports no spans
 
     def finish(
         self, state: RecordedRequest, finish_reason: EngineFinishReason, stop_reason: Any
@@ -177,15 +177,7 @@ class Recording:
         if self._hook.engine_reports_spans:
             spans = state._weight_version_spans() or ()
             return [VersionSpan(each.start, each.end, each.version) for each in spans], ()
-        starts = [*(min(start, count) for _, start in self.labels), count]
-        found = [
-            VersionSpan(start, end, label)
-            for (label, start), end in zip(self.labels, starts[1:], strict=True)
-            if label and start < end
-        ]
-        # The label changed on this side; tokens then in flight may have been sampled before.
-        changed = any(start < count for start in starts[1:])
-        return found, ("version_boundary_approximate",) if changed else ()
+        return self.labels.spans(count)
 
     def _routed(self, state: RecordedRequest, count: int) -> Any:
         chunks = state.routed_experts_chunks
@@ -280,7 +272,7 @@ class Hook:
         self.version = version
         for state in list(self._processor.request_states.values()):
             if isinstance(state, RecordedRequest) and state.detokenizer is not None:
-                state.recording.labels.append((version, state.detokenizer.num_output_tokens()))
+                state.recording.labels.change(version, state.detokenizer.num_output_tokens())
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """As the output processor's; then takes the request's state over."""

@@ -1,0 +1,48 @@
+"""Record rollouts inside stock SGLang: `sglang serve M --enable-recording`, or `install(engine)`.
+
+Importing this package does not import SGLang: its entry point is loaded in most SGLang processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recorder_core.context import record_key, skip_recording
+
+if TYPE_CHECKING:
+    from recorder_core.recorder import Recorder
+
+__all__ = ["install", "record_key", "skip_recording", "uninstall"]
+
+
+def install(engine: Any, recorder: Recorder | None = None) -> Recorder:
+    """Record what an engine in this process generates.
+
+    The record key of a generation is the one in force where it is started (`record_key`).
+    Generations without a key are not recorded.
+
+    Args:
+        engine: An `sgl.Engine`, or a `TokenizerManager`.
+        recorder: Where turns go; by default a new one over a `MemoryStore`.
+
+    Returns:
+        The recorder in use; installing twice on one engine returns the first one.
+
+    Raises:
+        UnsupportedEngineError: The SGLang version is not supported, or a hook was not applied.
+
+    Example:
+        >>> recorder = sglang_recorder.install(engine)  # doctest: +SKIP
+        >>> with sglang_recorder.record_key("0/task-7/1"):
+        ...     engine.generate("Hello")  # doctest: +SKIP
+    """
+    from sglang_recorder import hook
+
+    return hook.install(engine, recorder).recorder
+
+
+def uninstall(engine: Any) -> None:
+    """Undo `install`: later generations are not recorded; those in flight still are."""
+    from sglang_recorder import hook
+
+    hook.uninstall(engine)

@@ -1,0 +1,89 @@
+"""The SGLang versions that are supported, what differs between them, and the refusal outside."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.version import Version
+
+from recorder_core.engines import EngineSupport, Gives, refuse
+
+SUPPORT = EngineSupport("SGLang", "sglang-recorder", Version("0.5.11"), Version("0.5.24"))
+SPANS_SINCE = Version("0.5.19")
+"""The first release whose scheduler reports which weights sampled each token."""
+
+HOOKS = {
+    "_send_one_request": ["self", "tokenized_obj"],
+    "_send_batch_request": ["self", "tokenized_objs"],
+    "_handle_batch_output": ["self", "recv_obj"],
+    "_handle_abort_req": ["self", "recv_obj"],
+    "generate_request": ["self", "obj", "request"],
+    "pause_generation": ["self", "obj"],
+    "continue_generation": ["self", "obj"],
+    "flush_cache": ["self"],
+    "update_weights_from_disk": ["self", "obj"],
+    "update_weights_from_distributed": ["self", "obj"],
+    "update_weights_from_tensor": ["self", "obj"],
+    "update_weights_from_ipc": ["self", "obj"],
+}
+"""The methods of SGLang's TokenizerManager that are hooked, and their first parameters."""
+
+
+TABLE = [
+    Gives(f"{SUPPORT.oldest} to 0.5.18", "the label in force, stamped when it changes", "yes"),
+    Gives(f"{SPANS_SINCE} to 0.5.23", "spans per token, from the engine", "yes"),
+]
+"""What each version gives; the tables of the README and the docs are checked against it."""
+
+
+def reports_spans(version: Version) -> bool:
+    """Whether the scheduler says which weights sampled each token."""
+    return version >= SPANS_SINCE
+
+
+def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse ways of serving in which requests would go past the recorder unseen.
+
+    Raises:
+        UnsupportedEngineError: With the way out.
+    """
+
+    def given(name: str) -> Any:
+        return getattr(args, name, None)
+
+    workers = given("tokenizer_worker_num") or 1
+
+    def on(name: str) -> bool:
+        return environ.get(name, "").lower() in ("1", "true", "yes", "y", "t", "on")
+
+    rust = on("SGLANG_RUST_SERVER")
+    grpc = any(given(name) for name in ("grpc_mode", "smg_grpc_mode", "grpc_port"))
+    grpc = grpc or on("SGLANG_ENABLE_GRPC") or bool(environ.get("SGLANG_GRPC_PORT"))
+    refuse(
+        {
+            "the Rust server has no Python hooks: unset SGLANG_RUST_SERVER": rust,
+            "the gRPC servers have no record keys and no routes for /records: leave out "
+            "--grpc-mode, --smg-grpc-mode and --grpc-port, and unset SGLANG_ENABLE_GRPC and "
+            "SGLANG_GRPC_PORT": grpc,
+            f"{workers} tokenizer workers would each record only a part: use "
+            "--tokenizer-worker-num 1": workers > 1,
+            "an encoder generates nothing: give the flag to the language server, not to one with "
+            "--encoder-only": bool(given("encoder_only")),
+            "a prefill server does not see what is generated: give the flag to the decode "
+            "server": given("disaggregation_mode") == "prefill",
+            "an embedding model generates nothing: leave out --is-embedding or the flag": bool(
+                given("is_embedding")
+            ),
+            "HTTP/2 is served by processes of its own in some releases: leave out "
+            "--enable-http2": bool(given("enable_http2")),
+            "only the first node serves an API: give the flag to --node-rank 0": bool(
+                given("node_rank")
+            ),
+            "diffusion language models do not give logprobs: leave out --dllm-algorithm": bool(
+                given("dllm_algorithm")
+            ),
+        }
+    )

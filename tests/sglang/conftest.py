@@ -1,0 +1,84 @@
+"""Real SGLang servers; each starts on first use (half a minute) and is shared by all that can."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sglang
+from packaging.version import Version
+
+from examples.sglang_server import SGLangServer
+from recorder_core.client import RecordClient
+from tests.models import tiny_qwen3, tiny_qwen3_moe_wide
+
+ADMIN_KEY = "admin-key-of-the-tests"
+ENGINE_KEY = "engine-key-of-the-tests"
+SERVING = ["--dtype", "float32", "--tool-call-parser", "qwen25", "--enable-metrics"]
+"""What the recording server and its twin without recording have in common."""
+
+
+@pytest.fixture(scope="session")
+def engine_version() -> Version:
+    """The release of the engine."""
+    return Version(sglang.__version__)
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the servers' output goes."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def recording_server(log_folder: Path) -> Iterator[SGLangServer]:
+    """The tiny model in float32, with recording; the admin key is SGLang's own."""
+    args = ["--enable-recording", "--admin-api-key", ADMIN_KEY, *SERVING]
+    with SGLangServer(tiny_qwen3(), *args, log=log_folder / "recording.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def record_client(recording_server: SGLangServer) -> Iterator[RecordClient]:
+    """A client of the recording server's `/records` that holds the admin key."""
+    with RecordClient(recording_server.base_url, admin_key=ADMIN_KEY) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def plain_server(log_folder: Path) -> Iterator[SGLangServer]:
+    """The recording server's twin, without recording."""
+    with SGLangServer(tiny_qwen3(), *SERVING, log=log_folder / "plain.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moe_server(log_folder: Path) -> Iterator[SGLangServer]:
+    """A mixture of experts behind an API key, that serves two at a time."""
+    args = [
+        *["--enable-recording", "--recording-routed-experts", "--dtype", "float32"],
+        *["--api-key", ENGINE_KEY, "--max-running-requests", "2"],
+    ]
+    env = {"RECORDER_ADMIN_KEY": ADMIN_KEY}
+    with SGLangServer(tiny_qwen3_moe_wide(), *args, env=env, log=log_folder / "moe.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moe_client(moe_server: SGLangServer) -> Iterator[RecordClient]:
+    """A client of the other server's `/records`."""
+    with RecordClient(moe_server.base_url, admin_key=ADMIN_KEY) as client:
+        yield client
+
+
+@pytest.fixture
+def fresh_key(request: pytest.FixtureRequest) -> Callable[[], str]:
+    """Makes record keys that nothing else uses; those of one test share their batch and task."""
+    task = re.sub(r"[^A-Za-z0-9_-]+", "-", request.node.name)[:100]
+    batch = secrets.token_hex(4)
+    runs = itertools.count()
+    return lambda: f"{batch}/{task}/{next(runs)}"

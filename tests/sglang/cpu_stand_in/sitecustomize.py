@@ -1,0 +1,78 @@
+"""Run by Python at the start of every process that has this folder on its path; see README.md."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def declare_torchvision_operators() -> None:
+    """The operators whose schemas torchvision extends when it is imported."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    sys.modules[__name__].__dict__["_library"] = library  # they last as long as it does
+
+
+def leave_host_memory_unregistered(module: ModuleType) -> None:
+    """Host memory needs registering with CUDA only where there is CUDA."""
+    if hasattr(module, "_cuda_host_register"):
+        module.__dict__["_cuda_host_register"] = lambda *args, **kwargs: None
+
+
+class UnpinnedTorch(ModuleType):
+    """torch, but for memory that is pinned for a GPU: it is ordinary memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.zeros(*args, **kwargs)
+
+
+def leave_memory_unpinned(module: ModuleType) -> None:
+    """Memory can be pinned only where there is a GPU."""
+    module.__dict__["torch"] = UnpinnedTorch("torch")
+
+
+BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "sglang.srt.layers.moe.routed_experts_capturer": leave_memory_unpinned,  # older releases
+    "sglang.srt.state_capturer.base": leave_memory_unpinned,
+    "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules named above as Python does, and does something more."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if name in BEFORE:
+            BEFORE.pop(name)()
+        if name not in AFTER:
+            return None
+        then = AFTER.pop(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
