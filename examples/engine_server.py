@@ -26,6 +26,7 @@ class EngineServer:
         command: What to run, without the port.
         env: Environment variables to set, or with None to unset.
         name: The model's name in the API.
+        health: A path that answers 200 once the server is up.
         log: Where the output goes. A temporary file if None.
         start_timeout_s: How long the server may take until it is healthy.
     """
@@ -36,10 +37,12 @@ class EngineServer:
         *,
         env: Mapping[str, str | None],
         name: str,
+        health: str = "/health",
         log: Path | None = None,
         start_timeout_s: float = 300,
     ) -> None:
         self.name = name
+        self._health = health
         self.port = _free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.start_timeout_s = start_timeout_s
@@ -80,7 +83,7 @@ class EngineServer:
                 start_new_session=True,  # its own process group, so that stop() reaches all of it
             )
         deadline = time.monotonic() + self.start_timeout_s
-        while not self._healthy():
+        while not self._is_healthy():
             if not self.running:
                 raise RuntimeError(
                     f"the server ended with {self._process.returncode}{self._tail()}"
@@ -125,10 +128,10 @@ class EngineServer:
         """Stop."""
         self.stop()
 
-    def _healthy(self) -> bool:
+    def _is_healthy(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", self._health)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False

@@ -20,6 +20,9 @@ ADMIN_KEY = "admin-key-of-the-tests"
 ENGINE_KEY = "engine-key-of-the-tests"
 SERVING = ["--dtype", "float32", "--tool-call-parser", "qwen25", "--enable-metrics"]
 """What the recording server and its twin without recording have in common."""
+LONG_TOKENS = 150
+"""Generations of so many tokens and more are paced, at 10 ms for each."""
+PACED = {"RECORDER_TESTS_PACED_TOKENS": str(LONG_TOKENS)}
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +41,8 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recording_server(log_folder: Path) -> Iterator[SGLangServer]:
     """The tiny model in float32, with recording; the admin key is SGLang's own."""
     args = ["--enable-recording", "--admin-api-key", ADMIN_KEY, *SERVING]
-    with SGLangServer(tiny_qwen3(), *args, log=log_folder / "recording.log") as server:
+    log = log_folder / "recording.log"
+    with SGLangServer(tiny_qwen3(), *args, env=PACED, log=log) as server:
         yield server
 
 
@@ -58,12 +62,16 @@ def plain_server(log_folder: Path) -> Iterator[SGLangServer]:
 
 @pytest.fixture(scope="session")
 def moe_server(log_folder: Path) -> Iterator[SGLangServer]:
-    """A mixture of experts behind an API key, that serves two at a time."""
+    """A mixture of experts behind an API key, that serves two at a time.
+
+    It streams increments, and its logprobs are those before temperature.
+    """
     args = [
         *["--enable-recording", "--recording-routed-experts", "--dtype", "float32"],
         *["--api-key", ENGINE_KEY, "--max-running-requests", "2"],
+        *["--incremental-streaming-output", "--stream-interval", "4"],
     ]
-    env = {"RECORDER_ADMIN_KEY": ADMIN_KEY}
+    env = {**PACED, "RECORDER_ADMIN_KEY": ADMIN_KEY, "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     with SGLangServer(tiny_qwen3_moe_wide(), *args, env=env, log=log_folder / "moe.log") as server:
         yield server
 

@@ -20,6 +20,7 @@ from recorder_core.options import RecordingOptions
 from sglang_recorder import hook, server
 from tests.models import tiny_qwen3
 from tests.sglang.apis import assert_recorded, by_sample, only
+from tests.sglang.conftest import PACED
 
 pytestmark = pytest.mark.server
 
@@ -30,7 +31,7 @@ PROMPTS = ["Hello", "The sea is", "Once"]
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | {"SGLANG_TEST_RETRACT": "1"}).items():
+        for name, value in (ENVIRONMENT | PACED | {"SGLANG_TEST_RETRACT": "1"}).items():
             patch.setenv(name, value)
         others = set(psutil.Process().children())
         made = sglang.Engine(

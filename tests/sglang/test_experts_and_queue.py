@@ -89,6 +89,34 @@ def test_a_client_that_asks_for_routed_experts_gets_those_that_are_recorded(
     np.testing.assert_array_equal(only(moe_client.get(key)).routed_experts.data, shown)
 
 
+def test_a_stream_of_increments_is_recorded_with_logprobs_before_temperature(
+    moe_server: SGLangServer, moe_client: RecordClient, fresh_key: FreshKey, moe: Any
+) -> None:
+    key = fresh_key()
+    sampling = {"max_new_tokens": 21, "ignore_eos": True, "temperature": 0.5}
+    body = {"input_ids": PROMPT_IDS, "return_logprob": True, "sampling_params": sampling}
+    ids: list[int] = []
+    values: list[float] = []
+    text, sizes = "", set()
+    with streaming(moe_server, "/generate", body, keyed(key)) as chunks:
+        for chunk in chunks:
+            sizes.add(len(chunk["output_ids"]))
+            ids += chunk["output_ids"]
+            text += chunk["text"]
+            values += [each[0] for each in chunk["meta_info"]["output_token_logprobs"]]
+    assert max(sizes) < 21  # no chunk has it all
+
+    record = only(moe_client.get(key))
+    assert record.response_ids.tolist() == ids
+    assert record.response_text == text
+    np.testing.assert_array_equal(record.logprobs, np.array(values, dtype=np.float32))
+    assert record.sampling.logprobs_mode == "original_logprobs"
+    with torch.inference_mode():
+        logits = moe(torch.tensor([[*PROMPT_IDS, *ids]])).logits[0, len(PROMPT_IDS) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(record.logprobs, expected, atol=1e-4)
+
+
 def test_turns_of_a_conversation_have_one_row_per_token(
     moe_server: SGLangServer, moe_client: RecordClient, fresh_key: FreshKey, moe: Any
 ) -> None:

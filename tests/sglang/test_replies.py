@@ -29,7 +29,7 @@ from tests.sglang.apis import (
     post,
     settle,
 )
-from tests.sglang.conftest import ADMIN_KEY, ENGINE_KEY
+from tests.sglang.conftest import ADMIN_KEY, ENGINE_KEY, LONG_TOKENS
 
 pytestmark = pytest.mark.server
 FreshKey = Callable[[], str]
@@ -225,7 +225,7 @@ class Agent:
         request = {
             "model": "model",
             "messages": [{"role": "user", "content": f"I am {self.marker}"}],
-            "max_tokens": 150 if gone else random.Random(self.key).randrange(5, 30),
+            "max_tokens": 2 * LONG_TOKENS if gone else random.Random(self.key).randrange(5, 30),
             "n": self.samples,
             "stream": self.kind in (STREAMED, LEFT),
             "extra_body": {"ignore_eos": True},
@@ -294,7 +294,7 @@ async def test_a_drain_waits_for_what_is_in_flight_or_says_how_much_is(
         httpx.AsyncClient(base_url=url, timeout=60) as http,
         AsyncRecordClient(url, admin_key=ADMIN_KEY) as records,
     ):
-        body = {"input_ids": PROMPT_IDS, "sampling_params": {"max_new_tokens": 100}}
+        body = {"input_ids": PROMPT_IDS, "sampling_params": {"max_new_tokens": LONG_TOKENS}}
         body["sampling_params"]["ignore_eos"] = True
         headers = {"authorization": f"Bearer {key}"}
         running = asyncio.create_task(http.post("/generate", json=body, headers=headers))
@@ -303,6 +303,6 @@ async def test_a_drain_waits_for_what_is_in_flight_or_says_how_much_is(
         async with records.drain(key) as drained:
             assert (drained.records, drained.pending) == ([], 1)
         async with records.drain(key, wait_s=60) as drained:
-            assert len(only(drained.records).response_ids) == 100
+            assert len(only(drained.records).response_ids) == LONG_TOKENS
             assert drained.pending == 0
         assert (await running).status_code == 200

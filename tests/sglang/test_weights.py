@@ -26,7 +26,8 @@ from tests.sglang.conftest import ADMIN_KEY
 pytestmark = pytest.mark.server
 FreshKey = Callable[[], str]
 
-LONG = {"max_new_tokens": 240, "ignore_eos": True, "temperature": 1.0}
+TOKENS = 400
+LONG = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
 
 
 FLUSHES_WHILE_RETRACTED = Version("0.5.21")
@@ -113,7 +114,7 @@ def boundary(record: Record, version: Version) -> int:
     """Where the record says that the weights changed."""
     first, second = record.versions
     assert (first.start, first.version) == (0, "old")
-    assert (second.start, second.end, second.version) == (first.end, 240, "new")
+    assert (second.start, second.end, second.version) == (first.end, TOKENS, "new")
     exact = compat.reports_spans(version)
     assert ("version_boundary_approximate" in record.flags) == (not exact)
     return first.end
@@ -204,7 +205,7 @@ def test_a_pause_that_aborts_ends_the_generation_under_the_old_weights(
     record = only(record_client.get(key))
     assert record.finish_reason is FinishReason.ABORT
     count = len(record.response_ids)
-    assert 20 <= count < 240
+    assert 20 <= count < TOKENS
     assert record.response_ids.tolist()[: len(seen)] == seen[:count]
     assert record.versions == (VersionSpan(0, count, "old"),)
     assert old.misses(record).max() < 1e-3

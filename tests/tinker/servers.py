@@ -7,21 +7,13 @@ with SkyRLServer(model, sequence_ids=True) as tinker_api:
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from typing_extensions import Self
+from examples.engine_server import EngineServer
 
 SKYRL_PYTHON = "RECORDER_SKYRL_PYTHON"
 """The environment variable that names the interpreter that has SkyRL; nox sets it."""
@@ -33,119 +25,9 @@ BACKEND = {
     "train_micro_batch_size": 2,
     "sample_max_num_sequences": 16,
 }
-STOP_GRACE_S = 15
 
 
-class Server:
-    """A child process that serves HTTP, stopped with its own children when the block ends.
-
-    Args:
-        command: What to run; `--port` is added.
-        health: A path that answers 200 once it is up.
-        env: Environment variables to set.
-        log: Where the output goes. A temporary file if None.
-        start_timeout_s: How long it may take until it is up.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        health: str,
-        env: Mapping[str, str],
-        log: Path | None,
-        start_timeout_s: float = 300,
-    ) -> None:
-        self.port = _free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
-        self.command = [*command, "--port", str(self.port)]
-        self.log_path = log or Path(tempfile.mkdtemp(prefix="server-")) / "server.log"
-        self._health = health
-        self._env = {**os.environ, **env}
-        self._start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is there."""
-        return self._process is not None and self._process.poll() is None
-
-    def log(self) -> str:
-        """What the server has printed so far."""
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
-    def start(self) -> None:
-        """Start the process and wait until it is up.
-
-        Raises:
-            RuntimeError: It ended, or was not up in time; the message ends with its log.
-        """
-        with self.log_path.open("wb") as output:
-            self._process = subprocess.Popen(
-                self.command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # its own process group, so that stop() reaches all of it
-            )
-        deadline = time.monotonic() + self._start_timeout_s
-        while not self._healthy():
-            if not self.running:
-                raise RuntimeError(f"it ended with {self._process.returncode}{self._tail()}")
-            if time.monotonic() > deadline:
-                self.stop()
-                raise RuntimeError(f"not up in {self._start_timeout_s:.0f} s{self._tail()}")
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        """End the server and its children: politely, then not."""
-        if self._process is None:
-            return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE_S)
-        self._signal(signal.SIGKILL)  # also whatever outlived its parent
-        self._process.wait()
-
-    def __enter__(self) -> Self:
-        """Start."""
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop."""
-        self.stop()
-
-    def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-        try:
-            connection.request("GET", self._health)
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):  # the whole group is gone
-            os.killpg(self._process.pid, number)
-
-    def _tail(self, lines: int = 40) -> str:
-        return "; the end of its log:\n" + "\n".join(self.log().splitlines()[-lines:])
-
-
-class SkyRLServer(Server):
+class SkyRLServer(EngineServer):
     """SkyRL's Tinker API on the CPU, in an environment of its own.
 
     Args:
@@ -158,7 +40,6 @@ class SkyRLServer(Server):
         python = os.environ.get(SKYRL_PYTHON)
         if not python:
             raise RuntimeError(f"{SKYRL_PYTHON} is not set: nox -s tinker sets it")
-        self.base_model = str(model)
         folder = Path(tempfile.mkdtemp(prefix="skyrl-"))
         command = [
             *[python, str(Path(__file__).with_name("skyrl_app.py"))],
@@ -173,10 +54,10 @@ class SkyRLServer(Server):
             "JAX_PLATFORMS": "cpu",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        super().__init__(command, health="/api/v1/healthz", env=env, log=log)
+        super().__init__(command, env=env, name=str(model), health="/api/v1/healthz", log=log)
 
 
-class RecordingServer(Server):
+class RecordingServer(EngineServer):
     """`tinker-recorder serve` over a server of the Tinker API.
 
     Args:
@@ -195,7 +76,7 @@ class RecordingServer(Server):
     ) -> None:
         command = [
             *[sys.executable, "-m", "tinker_recorder.cli", "serve"],
-            *["--base-model", service.base_model, "--base-url", service.base_url],
+            *["--base-model", service.name, "--base-url", service.base_url],
             *args,
         ]
         env = {
@@ -205,10 +86,4 @@ class RecordingServer(Server):
             "TINKER_TELEMETRY": "0",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        super().__init__(command, health="/health", env=env, log=log)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        super().__init__(command, env=env, name=service.name, log=log)

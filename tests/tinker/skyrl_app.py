@@ -75,6 +75,7 @@ class SequenceIds:
 def main() -> None:
     parser = argparse.ArgumentParser()
     add_model(parser, EngineConfig)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--sequence-ids", action="store_true")
     args = vars(parser.parse_args())
@@ -83,7 +84,7 @@ def main() -> None:
         {name: value for name, value in args.items() if name in EngineConfig.model_fields}
     )
     app = SequenceIds(api.app) if args["sequence_ids"] else api.app
-    uvicorn.run(app, host="127.0.0.1", port=args["port"], timeout_keep_alive=300)
+    uvicorn.run(app, host=args["host"], port=args["port"], timeout_keep_alive=300)
 
 
 if __name__ == "__main__":

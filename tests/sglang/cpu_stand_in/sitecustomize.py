@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -46,10 +48,30 @@ def leave_memory_unpinned(module: ModuleType) -> None:
     module.__dict__["torch"] = UnpinnedTorch("torch")
 
 
+def pace(module: ModuleType) -> None:
+    """Long generations take their time, for the tests that act while one runs.
+
+    On a machine short of CPU the scheduler can be done with hundreds of tokens before a client gets
+    to its first; a scheduler that sleeps leaves the others their time.
+    """
+    if "RECORDER_TESTS_PACED_TOKENS" not in os.environ:
+        return
+    long = int(os.environ["RECORDER_TESTS_PACED_TOKENS"])
+    run_batch = module.Scheduler.run_batch
+
+    def paced(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if any((each.sampling_params.max_new_tokens or 0) >= long for each in batch.reqs):
+            time.sleep(0.01)
+        return run_batch(self, batch, *args, **kwargs)
+
+    module.Scheduler.run_batch = paced
+
+
 BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.layers.moe.routed_experts_capturer": leave_memory_unpinned,  # older releases
     "sglang.srt.state_capturer.base": leave_memory_unpinned,
+    "sglang.srt.managers.scheduler": pace,
     "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered,
 }
 
