@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import sglang
 from packaging.version import Version
 
-from examples.sglang_server import SGLangServer
+from examples.sglang_server import ENVIRONMENT, SGLangServer
+
+os.environ.update(ENVIRONMENT)  # SGLang asks once, when it is imported, whether it is on a CPU
+import sglang
+
 from recorder_core.client import RecordClient
 from tests.models import tiny_qwen3, tiny_qwen3_moe_wide
 

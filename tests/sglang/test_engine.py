@@ -13,7 +13,7 @@ import pytest
 import sglang
 
 import sglang_recorder
-from examples.sglang_server import ENVIRONMENT, SGLangServer
+from examples.sglang_server import SGLangServer
 from recorder_core import FinishReason, KeyPrefix, Record, Recorder
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions
@@ -31,7 +31,7 @@ PROMPTS = ["Hello", "The sea is", "Once"]
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | PACED | {"SGLANG_TEST_RETRACT": "1"}).items():
+        for name, value in (PACED | {"SGLANG_TEST_RETRACT": "1"}).items():
             patch.setenv(name, value)
         others = set(psutil.Process().children())
         made = sglang.Engine(
@@ -46,9 +46,10 @@ def engine() -> Iterator[Any]:
             dtype="float32",
             log_level="error",
         )
+        its_own = set(psutil.Process().children()) - others
         yield made
-        # Its own shutdown() would end every child of this process, the other tests' servers too.
-        for child in set(psutil.Process().children()) - others:
+        # Its shutdown() would end every child of this process, the other tests' servers too.
+        for child in its_own:
             child.kill()
 
 

@@ -16,7 +16,6 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 
-from examples.sglang_server import ENVIRONMENT
 from recorder_core.errors import UnsupportedEngineError
 from sglang_recorder import compat, hook, plugin
 from tests.models import tiny_qwen3, tiny_qwen3_moe
@@ -26,9 +25,7 @@ RECORDING = [*MODEL, "--enable-recording"]
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+def plugins() -> None:
     load_plugins()
 
 

@@ -70,6 +70,9 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"text": PROMPT, "sampling_params": {**ENGINE_GREEDY, "json_schema": "{"}},
     ),
 }
+# SGLang merges the chunks of a stream when its consumer lags, and older releases may repeat the last
+# token of one then: when is a matter of timing.
+STREAM_TRIES = 5
 VOLATILE = re.compile(
     "id|created|created_at|.*(latency|throughput|duration|time|wait|cached?_.*|_details|_ts|delay)"
     "|response_id|request_id"
@@ -110,13 +113,16 @@ def test_a_reply_is_the_same_as_without_recording(
 ) -> None:
     path, body = REQUESTS[what]
     body = {**body, "stream": stream}
-    recorded = post(recording_server, path, body, fresh_key())
-    plain = post(plain_server, path, body, fresh_key())
-    assert recorded.status_code == plain.status_code
-    found, expected = chunks_of(recorded), chunks_of(plain)
-    if stream:  # how tokens share chunks is a matter of timing
-        found, expected = last_chunks(found), last_chunks(expected)
-    assert stable(found) == stable(expected)
+    for _ in range(STREAM_TRIES if stream else 1):
+        recorded = post(recording_server, path, body, fresh_key())
+        plain = post(plain_server, path, body, fresh_key())
+        assert recorded.status_code == plain.status_code
+        found, expected = stable(chunks_of(recorded)), stable(chunks_of(plain))
+        if stream:  # how tokens share chunks is a matter of timing
+            found, expected = last_chunks(found), last_chunks(expected)
+        if found == expected:
+            break
+    assert found == expected
 
 
 @pytest.mark.parametrize(

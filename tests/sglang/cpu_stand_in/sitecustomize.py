@@ -48,6 +48,20 @@ def leave_memory_unpinned(module: ModuleType) -> None:
     module.__dict__["torch"] = UnpinnedTorch("torch")
 
 
+def copy_routed_experts(module: ModuleType) -> None:
+    """Older releases: from a GPU `.to("cpu")` copies, on a CPU it does not.
+
+    The next batch would overwrite what the last one's routed experts are read from.
+    """
+    leave_memory_unpinned(module)
+
+    def copy_to_cpu(self: Any) -> None:
+        self.out_cache_loc = self.out_cache_loc.clone()
+        self.routed_experts = self.routed_experts.clone()
+
+    module.RoutedExpertsOutput.copy_to_cpu = copy_to_cpu
+
+
 def pace(module: ModuleType) -> None:
     """Long generations take their time, for the tests that act while one runs.
 
@@ -69,7 +83,7 @@ def pace(module: ModuleType) -> None:
 
 BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_operators}
 AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "sglang.srt.layers.moe.routed_experts_capturer": leave_memory_unpinned,  # older releases
+    "sglang.srt.layers.moe.routed_experts_capturer": copy_routed_experts,
     "sglang.srt.state_capturer.base": leave_memory_unpinned,
     "sglang.srt.managers.scheduler": pace,
     "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered,
