@@ -396,7 +396,7 @@ def test_a_stream_that_its_client_leaves_is_recorded_up_to_there(
     recording_server: SGLangServer, record_client: RecordClient, fresh_key: FreshKey
 ) -> None:
     key, seen = fresh_key(), []
-    body = {"input_ids": PROMPT_IDS, "sampling_params": {"max_new_tokens": 1500, **GREEDY}}
+    body = {"input_ids": PROMPT_IDS, "sampling_params": {"max_new_tokens": 500, **GREEDY}}
     with streaming(recording_server, "/generate", body, key) as chunks:
         for chunk in chunks:
             seen = chunk["output_ids"]

@@ -30,10 +30,10 @@ PROMPTS = ["Hello", "The sea is", "Once"]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
+    others = set(psutil.Process().children())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (PACED | {"SGLANG_TEST_RETRACT": "1"}).items():
             patch.setenv(name, value)
-        others = set(psutil.Process().children())
         made = sglang.Engine(
             model_path=str(tiny_qwen3()),
             device="cpu",
@@ -46,11 +46,13 @@ def engine() -> Iterator[Any]:
             dtype="float32",
             log_level="error",
         )
-        its_own = set(psutil.Process().children()) - others
-        yield made
-        # Its shutdown() would end every child of this process, the other tests' servers too.
-        for child in its_own:
-            child.kill()
+    its_own = set(psutil.Process().children()) - others
+    yield made
+    # Its shutdown() would end every child of this process, the other tests' servers too; and its
+    # watchdog would end this process when its children end.
+    made.tokenizer_manager._subprocess_watchdog.stop()
+    for child in its_own:
+        child.kill()
 
 
 @pytest.fixture
