@@ -1,10 +1,13 @@
 PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
-.PHONY: test lint types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker format clean
+.PHONY: test test-all lint types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker format clean
 
-test: $(NOX)  ## everything that CI runs
+test: $(NOX)  ## what each change must pass
 	$(NOX)
+
+test-all: $(NOX)  ## the same in every engine version
+	$(NOX) -s lint types core vllm sglang tinker
 
 # One session, with arguments for what it runs: make vllm ARGS="-k streamed"
 lint format types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker: $(NOX)

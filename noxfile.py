@@ -33,7 +33,14 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.download_python = "never"
 # A machine without one of the Pythons skips that session, and says so.
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "core", "vllm", "sglang", "tinker"]
+# What `make test` runs: of each engine the oldest and the newest version. CI's workflow runs all.
+nox.options.sessions = [
+    *["lint", "types", "core"],
+    *[f"vllm({version})" for version in (VLLM_VERSIONS[0], VLLM_VERSIONS[-1])],
+    "vllm-experts",
+    *[f"sglang({version})" for version in (SGLANG_VERSIONS[0], SGLANG_VERSIONS[-1])],
+    *[f"tinker({version})" for version in TINKER_VERSIONS],
+]
 
 
 def select_every_pyenv_version() -> None:
@@ -174,6 +181,14 @@ def vllm(session: nox.Session, version: str) -> None:
     """vllm-recorder on the real engine."""
     python = vllm_environment(session, version)
     session.run(str(python), "-m", "pytest", "tests/vllm", *session.posargs, external=True)
+
+
+@nox.session(name="vllm-experts", venv_backend="none")
+def vllm_experts(session: nox.Session) -> None:
+    """Routed experts, in the version of vLLM that returns them on a CPU."""
+    python = vllm_environment(session, "0.30.0")
+    tests = "tests/vllm/test_routed_experts.py"
+    session.run(str(python), "-m", "pytest", tests, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
