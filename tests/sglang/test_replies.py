@@ -70,8 +70,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"text": PROMPT, "sampling_params": {**ENGINE_GREEDY, "json_schema": "{"}},
     ),
 }
-# SGLang merges the chunks of a stream when its consumer lags, and older releases may then repeat the
-# last token: when is a matter of timing.
+# SGLang merges the chunks of a stream when its consumer lags, and older releases then may repeat
+# the last token: when is a matter of timing.
 STREAM_TRIES = 5
 VOLATILE = re.compile(
     "id|created|created_at|.*(latency|throughput|duration|time|wait|cached?_.*|_details|_ts|delay)"
