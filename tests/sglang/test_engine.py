@@ -153,6 +153,26 @@ def test_a_fault_in_the_hook_costs_records_and_no_reply(
     assert len(records_of(recorder, "6")) >= 1
 
 
+def test_logprobs_of_other_tokens_are_flagged_and_not_kept(
+    engine: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = hook.Hook._append
+
+    def append_another(self: Any, recording: Any, batch: Any, i: int) -> None:
+        append(self, recording, batch, i)
+        recording.logprob_ids[-1] += 1
+
+    before = recorder.stats().flagged.get("logprobs_length_mismatch", 0)
+    with monkeypatch.context() as patch, sglang_recorder.record_key("8/other/0"):
+        patch.setattr(hook.Hook, "_append", append_another)
+        output = engine.generate(PROMPTS[0], FIELDS)
+    record = only(records_of(recorder, "8"))
+    assert record.response_ids.tolist() == output["output_ids"]
+    assert record.logprobs is None
+    assert record.flags == ("logprobs_length_mismatch",)
+    assert recorder.stats().flagged["logprobs_length_mismatch"] == before + 1
+
+
 def test_an_abort_of_a_running_generation_keeps_its_tokens(engine: Any, recorder: Recorder) -> None:
     async def aborted() -> list[int]:
         with sglang_recorder.record_key("7/abort/0"):

@@ -197,13 +197,19 @@ def test_metrics_hold_the_recorders_counters_beside_the_engines(
     assert "sglang:time_to_first_token_seconds" in text
 
 
-def test_a_clients_own_count_of_its_tries_is_kept(
+def test_a_request_that_is_sent_again_is_one_trajectory(
     recording_server: SGLangServer, record_client: RecordClient, fresh_key: FreshKey
 ) -> None:
     key = fresh_key()
-    headers = {"X-Stainless-Retry-Count": "2"}
-    post(recording_server, "/v1/chat/completions", chat(**GREEDY), key, **headers)
-    assert only(record_client.get(key)).attempt == 2
+    before = counters(record_client).superseded
+    for attempt in ("0", "1"):  # the first answer was lost on the way
+        headers = {"X-Stainless-Retry-Count": attempt}
+        post(recording_server, "/v1/chat/completions", chat(**GREEDY), key, **headers)
+    lost, kept = sorted(record_client.get(key), key=lambda record: record.attempt)
+    assert (lost.attempt, kept.attempt) == (0, 1)
+    [experience] = record_client.experiences(key)
+    assert [turn.record_id for turn in experience.turns] == [kept.id]
+    assert counters(record_client).superseded == before + 1
 
 
 CLIENTS = 24
