@@ -1,0 +1,1 @@
+RULES = {"even": 0, "odd": 0, "low": 0, "high": 0}
