@@ -1,4 +1,4 @@
-"""Experiences that a workflow built by hand, as records: both kinds of workflow end the same way."""
+"""Experiences that a workflow built by hand, as records: both kinds end the same way."""
 
 from __future__ import annotations
 

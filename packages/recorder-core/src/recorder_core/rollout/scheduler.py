@@ -1,4 +1,4 @@
-"""Spreads runs over runners and replicas, tries failed ones again, and drains what they recorded."""
+"""Spreads runs over runners and replicas, tries failed ones again, drains what they recorded."""
 
 from __future__ import annotations
 
@@ -269,8 +269,9 @@ class Scheduler:
         await self._end(batch, set())
 
     async def close(self) -> None:
-        """Cut all runs off and end the runners; what was drained and not acknowledged comes back
-        when the leases end.
+        """Cut all runs off and end the runners.
+
+        What was drained and not acknowledged comes back when the leases end.
         """
         for batch in list(self._batches.values()):
             await self._cut_off(batch)
