@@ -1,13 +1,13 @@
 PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
-.PHONY: test lint types core vllm demo bench format clean
+.PHONY: test lint types core vllm rollout demo demo-rl bench format clean
 
 test: $(NOX)  ## everything that CI runs
 	$(NOX)
 
 # One session, with arguments for what it runs: make vllm ARGS="-k streamed"
-lint format types core vllm demo bench: $(NOX)
+lint format types core vllm rollout demo demo-rl bench: $(NOX)
 	$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

@@ -25,7 +25,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.download_python = "never"
 # A machine without one of the Pythons skips that session, and says so.
 nox.options.error_on_missing_interpreters = False
-nox.options.sessions = ["lint", "types", "core", "vllm"]
+nox.options.sessions = ["lint", "types", "core", "vllm", "rollout"]
 
 
 def select_every_pyenv_version() -> None:
@@ -124,6 +124,24 @@ def vllm(session: nox.Session, version: str) -> None:
     """vllm-recorder on the real engine."""
     python = vllm_environment(session, version)
     session.run(str(python), "-m", "pytest", "tests/vllm", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def rollout(session: nox.Session) -> None:
+    """The rollout layer's tests again, with runners on a real Ray."""
+    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
+    session.run(*uv, "-e", "packages/recorder-core[ray,server]", external=True)
+    session.env |= {"RECORDER_TEST_POOL": "ray", "RAY_USAGE_STATS_ENABLED": "0"}
+    tests = ["tests/core/rollout", "tests/vllm/test_rollout.py"]
+    session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+
+
+@nox.session(name="demo-rl", venv_backend="none")
+def demo_rl(session: nox.Session) -> None:
+    """A loop that learns: three seeds of GRPO on recorded rollouts."""
+    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    session.run(str(python), "-m", "examples.grpo_cpu", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

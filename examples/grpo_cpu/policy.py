@@ -27,7 +27,9 @@ def new_policy(seed: int) -> Any:
     """Random weights, in float32 as the engine computes them here."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     stop = WORDS.index("<|im_end|>")
     config = Qwen3Config(
         vocab_size=64,

@@ -19,6 +19,7 @@ from recorder_core.errors import RunnerLostError
 from recorder_core.rollout.status import Status
 from recorder_core.rollout.worker import Command, Reply, RunRequest
 
+_PROGRAM = "from recorder_core.rollout.worker import main; main()"
 _MAX_LINE_BYTES = 1 << 24
 _STOP_GRACE_S = 5.0
 
@@ -143,7 +144,7 @@ class _Child:
         path = os.pathsep.join(each for each in ("", *sys.path))
         child = cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "recorder_core.rollout.worker"),
+                *(sys.executable, "-c", _PROGRAM),
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=_MAX_LINE_BYTES,

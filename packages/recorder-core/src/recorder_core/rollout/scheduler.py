@@ -98,7 +98,7 @@ class _Batch:
     fresh: FreshRuns = field(default_factory=FreshRuns)
     tasks: set[str] = field(default_factory=set)
     lives: dict[asyncio.Task[_Drained | Status], Task] = field(default_factory=dict)
-    """Runs that have not ended."""
+    """Runs that have not ended, and the attempt that each is at."""
     drained: list[_Drained] = field(default_factory=list)
     failed: list[Status] = field(default_factory=list)
     total: int = 0
@@ -377,6 +377,7 @@ class Scheduler:
 
     async def _carry_out(self, batch: _Batch, task: Task) -> _Drained | Status:
         """One run's life: attempts, until one ends well or no more are allowed."""
+        life: Any = asyncio.current_task()
         losses = failures = 0
         async with self._slots:
             while True:
@@ -393,7 +394,7 @@ class Scheduler:
                     return done
                 self._tell("failed", task, done, retried=True)
                 batch.retries += 1
-                task = batch.fresh.retry(task)
+                batch.lives[life] = task = batch.fresh.retry(task)
 
     def _ended(self, batch: _Batch, life: asyncio.Task[_Drained | Status]) -> None:
         task = batch.lives.pop(life)

@@ -1,7 +1,5 @@
 """The process behind a local runner: reads runs from its standard input, a line of JSON each.
 
-    python -m recorder_core.rollout.worker
-
 It ends when its standard input does, so that it never outlives the scheduler.
 """
 
@@ -99,7 +97,3 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     asyncio.run(_serve(commands, replies))
-
-
-if __name__ == "__main__":
-    main()
