@@ -182,10 +182,10 @@ class _Child:
     async def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.process.wait(), _STOP_GRACE_S)
-        self.kill()
-        await self._reading
+        done, _ = await asyncio.wait({self._reading}, timeout=_STOP_GRACE_S)
+        if not done:
+            self.kill()
+            await asyncio.wait({self._reading})
 
     async def _send(self, command: Command) -> None:
         if not self.alive:
@@ -216,6 +216,7 @@ class _Child:
 
     def _take(self, reply: Reply) -> None:
         if reply.status is None:
-            self._ready.set_result(None)
+            if not self._ready.done():
+                self._ready.set_result(None)
         elif (answer := self._waiting.get(reply.number)) is not None and not answer.done():
             answer.set_result(reply.status)
