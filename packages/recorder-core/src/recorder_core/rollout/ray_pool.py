@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -82,7 +81,7 @@ class RayRunner:
                 return
             actor = ray.remote(_Actor).options(**self._options).remote()
             try:
-                await asyncio.wait_for(_result(actor.pid.remote()), self._start_timeout_s)
+                await asyncio.wait_for(_result(actor.ready.remote()), self._start_timeout_s)
             except (RayError, asyncio.TimeoutError) as error:
                 ray.kill(actor)
                 raise RunnerLostError(
@@ -91,11 +90,6 @@ class RayRunner:
                     f"{self._options}?"
                 ) from error
             self._actor = actor
-
-    async def pid(self) -> int:
-        """The actor's process, on its host."""
-        await self.start()
-        return int(await _result(self._actor.pid.remote()))
 
     async def run(self, request: RunRequest) -> Status:
         """See `Runner.run`."""
@@ -126,8 +120,8 @@ class _Actor:
     def __init__(self) -> None:
         self._worker = Worker()
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def ready(self) -> None:
+        """Answered once the process is up."""
 
     async def run(self, request: str) -> str:
         status = await self._worker.run(RunRequest.model_validate_json(request))

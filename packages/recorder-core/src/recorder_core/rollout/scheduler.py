@@ -104,6 +104,7 @@ class _Batch:
     total: int = 0
     retries: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    collecting: asyncio.Lock = field(default_factory=asyncio.Lock)
     collected: Collected | None = None
 
     @property
@@ -238,9 +239,10 @@ class Scheduler:
             KeyError: There is no such batch.
         """
         batch = self._batch(batch_id)
-        if batch.collected is None:
-            await self._wait(batch, min_runs, timeout_s)
-            await self._close(batch)
+        async with batch.collecting:
+            if batch.collected is None:
+                await self._wait(batch, min_runs, timeout_s)
+                await self._close(batch)
         assert batch.collected is not None
         return batch.collected
 
