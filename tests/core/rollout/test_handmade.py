@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recorder_core import EID, Experience, RecordKey, RoutedExperts, VersionSpan, assemble
@@ -14,6 +14,7 @@ KEY = RecordKey("0", "task", 3)
 EID_ = EID(batch="0", task="task", run=3)
 
 
+@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     response=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=12),

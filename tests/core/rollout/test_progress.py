@@ -37,9 +37,7 @@ def test_a_terminal_shows_runs_tokens_and_reward() -> None:
         play(progress)
         progress.closed("7")
     shown = console.file.getvalue()
-    assert "batch 7" in shown
-    assert "3/3" in shown
-    assert "failed 1  retried 1  tokens 2,000  reward 0.750" in shown
+    assert "batch 7  2/3  failed 1  retried 1  tokens 2,000  reward 0.750" in shown
 
 
 def test_elsewhere_it_is_quiet_and_counts_all_the_same() -> None:

@@ -99,6 +99,11 @@ class LocalRunner:
         self._starting = asyncio.Lock()
         self._child: _Child | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """The process, if it is there."""
+        return self._child.process.pid if self._child is not None and self._child.alive else None
+
     async def start(self) -> None:
         """See `Runner.start`."""
         async with self._starting:

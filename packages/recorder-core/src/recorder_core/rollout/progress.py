@@ -51,7 +51,7 @@ class Counts:
 
 
 class LiveProgress:
-    """Shows each batch as a line while it is in flight; give it to a scheduler's `listeners`.
+    """Shows each batch while it is in flight, and a line of it after; a scheduler's listener.
 
     Prints nothing where there is no terminal; `counts` is kept all the same.
 
@@ -107,8 +107,11 @@ class LiveProgress:
 
     def closed(self, batch_id: str) -> None:
         """See `Listener`."""
-        del self.counts[batch_id]
-        self._progress.stop_task(self._lines.pop(batch_id))
+        counts = self.counts.pop(batch_id)
+        self._progress.remove_task(self._lines.pop(batch_id))
+        if not self._progress.disable:
+            done = f"{counts.succeeded}/{counts.runs}"
+            self._progress.console.print(f"batch {batch_id}  {done}  {counts}", highlight=False)
 
     def __enter__(self) -> Self:
         self._progress.start()
