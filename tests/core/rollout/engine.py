@@ -26,6 +26,8 @@ from recorder_core.server import AdminGuard, IdentityMiddleware, records_router
 from recorder_core.stores import MemoryStore
 
 ADMIN_KEY = "admin-key-of-the-tests"
+HELD = [9]
+"""A prompt that is answered only when the test says so."""
 
 
 class StandIn:
@@ -36,6 +38,8 @@ class StandIn:
         """The record key of each generation, in order."""
         self.together = 1
         """Generations wait until so many are there."""
+        self.release = True
+        """Whether `HELD` is answered."""
         self.clock_s = 0.0
         """Added to the store's time: what is leased can be let run out."""
         self._waiting = 0
@@ -81,7 +85,10 @@ class StandIn:
         assert identity is not None
         assert identity.key is not None
         self.asked.append(identity.key.text)
+        pending = self.recorder.start(identity.key)
         self._waiting += 1
+        while body["prompt"] == HELD and not self.release:
+            await asyncio.sleep(0.005)
         while self._waiting < self.together:
             await asyncio.sleep(0.005)
         self.together = 1
@@ -96,7 +103,7 @@ class StandIn:
             request_id=f"cmpl-{number}",
             finished_at=time.time(),
         )
-        self.recorder.submit(turn)
+        pending.finish(turn)
         return {"id": turn.request_id, "ids": turn.response_ids}
 
 

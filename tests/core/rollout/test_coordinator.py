@@ -64,6 +64,8 @@ async def test_a_batch_goes_through_the_pipeline_by_task_and_run(
         "runs/trained": 5,
         "experiences": 5,
         "tokens": 10,
+        "generations/superseded": 0,
+        "generations/unfinished": 0,
         "reward": pytest.approx(0.7),
         "workflow/length": 7.0,
         "workflow/pid": report.status.metrics[0]["pid"],
@@ -147,6 +149,21 @@ async def test_more_runs_than_needed_and_the_slowest_are_cut_off(
     assert trainer.taken == [[f"0/t/{n}" for n in range(6)]]
     assert report.status.failures == {Failure.CUT_OFF: 2}
     assert report.metrics()["runs/failed/cut_off"] == 2
+    assert replica.store.stats().bytes == 0
+
+
+async def test_generations_that_outlive_their_run_are_counted(
+    scheduling: Schedulers, replica: StandIn
+) -> None:
+    replica.release = False
+    coordinator = RolloutCoordinator(await scheduling(replica, drain_wait_s=0))
+    report = await coordinator.run([task("t", end="leave_running")], 0)
+    assert report.status.ok
+    assert report.unfinished == report.metrics()["generations/unfinished"] == 1
+    replica.release = True
+    while replica.recorder.pending():
+        await asyncio.sleep(0.01)
+    assert replica.store.stats().counters["blocked"] == 1
     assert replica.store.stats().bytes == 0
 
 

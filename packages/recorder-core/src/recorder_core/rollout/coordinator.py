@@ -37,6 +37,10 @@ class BatchReport:
     eval_rewards: list[float] = field(repr=False)
     tokens: int
     """Sampled tokens of the completed runs."""
+    superseded: int
+    """Generations of the completed runs that were asked again, and are left out."""
+    unfinished: int
+    """Generations that were still in flight when their runs had ended: they came too late."""
     experiences: list[Experience] = field(repr=False)
     """What the pipeline made of the batch."""
     unreachable: list[str]
@@ -52,6 +56,8 @@ class BatchReport:
             "runs/trained": self.trained_runs,
             "experiences": len(self.experiences),
             "tokens": self.tokens,
+            "generations/superseded": self.superseded,
+            "generations/unfinished": self.unfinished,
         }
         numbers |= {f"runs/failed/{reason.value}": n for reason, n in status.failures.items()}
         numbers |= {f"runs/dropped/{reason}": n for reason, n in self.dropped.items()}
@@ -145,6 +151,8 @@ class RolloutCoordinator:
             rewards=_rewards(collected.runs, is_eval=False),
             eval_rewards=_rewards(collected.runs, is_eval=True),
             tokens=sum(run.tokens for run in collected.runs),
+            superseded=sum(run.superseded for run in collected.runs),
+            unfinished=sum(run.unfinished for run in collected.runs),
             experiences=experiences,
             unreachable=unreachable,
         )

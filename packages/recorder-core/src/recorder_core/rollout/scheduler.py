@@ -37,6 +37,10 @@ class CollectedRun:
     metrics: Metrics
     experiences: list[Experience] = field(repr=False)
     """Whole trajectories."""
+    superseded: int = 0
+    """Generations that were asked again, and are left out."""
+    unfinished: int = 0
+    """Generations still in flight when the run was drained: they come too late."""
 
     @property
     def reward(self) -> float | None:
@@ -481,5 +485,11 @@ class Scheduler:
             return Status.failure(task, Failure.ENGINE_DOWN, anew)
         if not experiences:
             return Status.failure(task, Failure.NO_RECORDS, "nothing is recorded under its key")
-        run = CollectedRun(task, status.metrics[0] if status.metrics else {}, experiences)
+        run = CollectedRun(
+            task,
+            status.metrics[0] if status.metrics else {},
+            experiences,
+            superseded=len(drained.superseded),
+            unfinished=drained.pending,
+        )
         return _Drained(run, replica, drained)
