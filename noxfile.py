@@ -132,7 +132,8 @@ def rollout(session: nox.Session) -> None:
     python = vllm_environment(session, VLLM_VERSIONS[-1])
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
     session.run(*uv, "-e", "packages/recorder-core[ray,server]", external=True)
-    session.env |= {"RECORDER_TEST_POOL": "ray", "RAY_USAGE_STATS_ENABLED": "0"}
+    session.env["RECORDER_TEST_POOL"] = "ray"
+    session.env["RAY_USAGE_STATS_ENABLED"] = "0"
     tests = ["tests/core/rollout", "tests/vllm/test_rollout.py"]
     session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
 

@@ -168,6 +168,7 @@ async def test_no_experiences_built_by_hand_are_a_failure(replica: StandIn) -> N
         ("no.such.module:Workflow", "ModuleNotFoundError"),
         ("tests.core.rollout.workflows:NOT_A_WORKFLOW", "must be a class"),
         ("recorder_core.rollout:Task", "is no WorkflowBase"),
+        ("tests.core.rollout.workflows:Impostor", "it must for one, 0/t/0"),
     ],
 )
 async def test_a_workflow_that_cannot_be_used_fails_its_run(

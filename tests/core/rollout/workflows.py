@@ -15,7 +15,14 @@ from typing import Any
 import httpx
 
 from recorder_core import EID, Experience
-from recorder_core.rollout import Metrics, Task, Workflow, WorkflowWithRecording
+from recorder_core.rollout import (
+    Metrics,
+    Status,
+    Task,
+    Workflow,
+    WorkflowBase,
+    WorkflowWithRecording,
+)
 
 
 async def complete(workflow: Any, prompt: list[int]) -> dict[str, Any]:
@@ -157,6 +164,22 @@ class ByHand(Workflow):
         if self.task.raw_task.get("empty"):
             return []
         return [experience(self.task)]
+
+    @property
+    def base_url(self) -> str:
+        return self.engine.agent_url
+
+    @property
+    def api_key(self) -> str:
+        return self.engine.api_key(self.task)
+
+
+class Impostor(WorkflowBase):
+    """Answers for another run."""
+
+    async def execute(self) -> Status:
+        await complete(self, [1])
+        return Status.success(self.task.retried(99))
 
     @property
     def base_url(self) -> str:

@@ -126,6 +126,11 @@ class WorkflowRunner:
         status = await workflow.execute()
         if not isinstance(status, Status):
             raise TypeError(f"{task.workflow}.execute returned {status!r}, it must be a Status")
+        if status.total_runs != 1 or not {task.api_key}.issuperset(status.successful_ids):
+            raise ValueError(
+                f"{task.workflow}.execute answers for {status.total_runs} runs, "
+                f"{list(status.successful_ids)}; it must for one, {task.api_key}"
+            )
         # One that failed is not used again.
         if kind.reusable:
             self._idle[kind].append(workflow)

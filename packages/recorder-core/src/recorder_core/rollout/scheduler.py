@@ -105,7 +105,6 @@ class _Batch:
     """Runs that have not ended, and the attempt that each is at."""
     drained: list[_Drained] = field(default_factory=list)
     failed: list[Status] = field(default_factory=list)
-    total: int = 0
     retries: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     collecting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -218,7 +217,6 @@ class Scheduler:
             batch.fresh.add(run)
         self._batches[name] = batch
         batch.tasks |= {run.task_id for run in runs}
-        batch.total += len(runs)
         for run in runs:
             life = asyncio.create_task(self._carry_out(batch, run))
             batch.lives[life] = run
@@ -444,9 +442,9 @@ class Scheduler:
         finally:
             replica.load -= 1
         if isinstance(done, Status):
-            cleaned = await self._forget(replica, [key])
-            if not cleaned and not replica.up and Failure.ERROR in done.failures:
-                # What a workflow raises when its engine is gone is its agent's own affair.
+            await self._forget(replica, [key])
+            if not replica.up and Failure.RUNNER_LOST not in done.failures:
+                # What an agent makes of an engine that is gone is its own affair.
                 return Status.failure(task, Failure.ENGINE_DOWN, done.message)
         return done
 
