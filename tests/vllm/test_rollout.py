@@ -29,7 +29,7 @@ from recorder_core.rollout import (
     Status,
     Task,
 )
-from tests.core.rollout.pools import local_ray, pool_of
+from tests.core.rollout.pools import pool_of
 from tests.models import round_trip_ids, tiny_qwen3
 from tests.vllm.agents import TOKENS, TURNS, DigitAgent
 from tests.vllm.conftest import ADMIN_KEY, ENV
@@ -56,12 +56,6 @@ def replicas(log_folder: Path) -> Iterator[list[VLLMServer]]:
             for n in range(2)
         ]
         yield [stack.enter_context(server) for server in servers]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with local_ray():
-        yield
 
 
 class Watch:

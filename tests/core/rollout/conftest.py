@@ -10,15 +10,9 @@ import pytest
 
 from recorder_core.rollout import RunnerPool, Scheduler
 from tests.core.rollout.engine import StandIn, stand_in
-from tests.core.rollout.pools import local_ray, pool_of
+from tests.core.rollout.pools import pool_of
 
 Schedulers = Callable[..., Any]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ray() -> Iterator[None]:
-    with local_ray():
-        yield
 
 
 @pytest.fixture

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 
 from recorder_core.rollout import LocalRunnerPool, RunnerPool
 
 ON_RAY = os.environ.get("RECORDER_TEST_POOL") == "ray"
 
 
-@contextmanager
-def local_ray() -> Iterator[None]:
-    """A cluster on this machine, if the tests use one."""
-    if not ON_RAY:
-        yield
-        return
+@cache
+def cluster() -> None:
+    """Start a cluster on this machine; it ends with this process."""
     import ray
 
     ray.init(
@@ -26,10 +22,6 @@ def local_ray() -> Iterator[None]:
         object_store_memory=100 << 20,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
     )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def pool_of(count: int) -> RunnerPool:
@@ -38,4 +30,5 @@ def pool_of(count: int) -> RunnerPool:
         return LocalRunnerPool(count)
     from recorder_core.rollout.ray_pool import RayRunnerPool
 
+    cluster()
     return RayRunnerPool(count, num_cpus=0.1)

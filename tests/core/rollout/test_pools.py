@@ -16,7 +16,7 @@ from recorder_core.errors import RunnerLostError
 from recorder_core.rollout import LocalRunnerPool, Task
 from recorder_core.rollout.worker import RunRequest
 from tests.core.rollout.engine import StandIn
-from tests.core.rollout.pools import ON_RAY, pool_of
+from tests.core.rollout.pools import ON_RAY, cluster, pool_of
 from tests.core.rollout.workflows import Player
 
 PROGRAM = """
@@ -117,6 +117,7 @@ async def test_a_process_that_does_not_start_is_a_lost_runner(
 async def test_a_cluster_without_room_is_said() -> None:
     from recorder_core.rollout.ray_pool import RayRunnerPool
 
+    cluster()
     async with RayRunnerPool(1, start_timeout_s=1, num_cpus=1000) as pool:
         with pytest.raises(RunnerLostError, match="has the cluster room"):
             await pool.runners[0].start()

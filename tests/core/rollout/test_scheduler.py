@@ -218,7 +218,7 @@ async def test_a_runner_that_answers_no_more_is_ended(
     scheduling: Schedulers, replica: StandIn
 ) -> None:
     scheduler = await scheduling(replica, grace_s=0.5, max_retries=0)
-    scheduler.submit([task("blocks", end="block", timeout_s=0.5)], 0)
+    scheduler.submit([task("blocks", turns=0, end="block", timeout_s=0.5)], 0)
     collected = await scheduler.collect(0)
     assert collected.status.failures == {Failure.TIMEOUT: 1}
     assert "and was ended" in collected.status.message
