@@ -1,16 +1,17 @@
 PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
-.PHONY: test test-all lint types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker format clean
+.PHONY: test test-all lint types core vllm sglang tinker rollout format clean
+.PHONY: demo demo-sglang demo-tinker demo-rl bench bench-tinker
 
 test: $(NOX)  ## what each change must pass
 	$(NOX)
 
 test-all: $(NOX)  ## the same in every engine version
-	$(NOX) -s lint types core vllm sglang tinker
+	$(NOX) -s lint types core vllm sglang tinker rollout
 
 # One session, with arguments for what it runs: make vllm ARGS="-k streamed"
-lint format types core vllm sglang tinker demo demo-sglang demo-tinker bench bench-tinker: $(NOX)
+lint format types core vllm sglang tinker rollout demo demo-sglang demo-tinker demo-rl bench bench-tinker: $(NOX)
 	$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

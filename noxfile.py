@@ -40,6 +40,7 @@ nox.options.sessions = [
     "vllm-experts",
     *[f"sglang({version})" for version in (SGLANG_VERSIONS[0], SGLANG_VERSIONS[-1])],
     *[f"tinker({version})" for version in TINKER_VERSIONS],
+    "rollout",
 ]
 
 
@@ -159,14 +160,16 @@ def reformat(session: nox.Session) -> None:
 @nox.session(python=ENGINE_PYTHON)
 def types(session: nox.Session) -> None:
     """mypy, strict, on the packages."""
-    sync(session, "--all-packages", "--all-extras", "--group=types", "--group=test")
+    extras = ["--all-extras", "--no-extra=ray"]  # typed as Any, like the engines
+    sync(session, "--all-packages", *extras, "--group=types", "--group=test")
     session.run("mypy", *SOURCES)
 
 
 @nox.session(python=PYTHONS)
 def core(session: nox.Session) -> None:
     """recorder-core without any engine."""
-    sync(session, "--package=recorder-core", "--extra=client", "--extra=server", "--group=test")
+    extras = ["--extra=client", "--extra=rollout", "--extra=server"]
+    sync(session, "--package=recorder-core", *extras, "--group=test")
     if session.python == ENGINE_PYTHON:  # the other Pythons skip the torch tests
         python = str(Path(session.virtualenv.location, "bin", "python").absolute())
         session.run_install(
@@ -205,6 +208,25 @@ def tinker(session: nox.Session, version: str) -> None:
     """tinker-recorder with the real SDK, on a real server."""
     python = tinker_environment(session, version)
     session.run(str(python), "-m", "pytest", "tests/tinker", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def rollout(session: nox.Session) -> None:
+    """The rollout layer's tests again, with runners on a real Ray."""
+    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
+    session.run(*uv, "-e", "packages/recorder-core[ray,server]", external=True)
+    session.env["RECORDER_TEST_POOL"] = "ray"
+    session.env["RAY_USAGE_STATS_ENABLED"] = "0"
+    tests = ["tests/core/rollout", "tests/vllm/test_rollout.py"]
+    session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+
+
+@nox.session(name="demo-rl", venv_backend="none")
+def demo_rl(session: nox.Session) -> None:
+    """A loop that learns: three seeds of GRPO on recorded rollouts."""
+    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    session.run(str(python), "-m", "examples.grpo_cpu", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")

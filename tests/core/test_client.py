@@ -439,6 +439,7 @@ def test_what_concerns_a_key_or_prefix_reaches_every_server(both, server, second
     assert both.delete("0") == 2
     for each in (server, second_server):
         each.submit(RecordKey.parse("1/task/0"), [1], [2])
+        each.recorder.flush()
     assert both.keys("1") == []
 
 

@@ -596,3 +596,11 @@ def test_nothing_is_crossed_or_lost_when_many_threads_submit(recorder):
             f"{run}-{step}" for step in range(turns)
         ]
         assert int(trajectory.action_mask.sum()) == 2 * turns
+
+
+def test_a_recorder_can_be_told_from_the_one_before_a_restart() -> None:
+    first, second = Recorder(), Recorder()
+    assert first.stats().instance == first.stats().instance != ""
+    assert first.stats().instance != second.stats().instance
+    first.close()
+    second.close()

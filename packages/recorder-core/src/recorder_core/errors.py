@@ -51,6 +51,14 @@ class ServerFaultError(ClientError):
     """The server answered, but not with what the protocol says."""
 
 
+class NothingRecordedError(RecorderError, LookupError):
+    """A run, or a generation of a run, is not recorded."""
+
+
+class RunnerLostError(RecorderError):
+    """The process that carried a run out ended, or no longer answered."""
+
+
 class UnsupportedEngineError(RecorderError, RuntimeError):
     """The engine, its version or its configuration cannot be recorded."""
 

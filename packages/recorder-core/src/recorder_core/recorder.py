@@ -8,6 +8,7 @@ store that raises, blocks or is full costs records, counted by reason, and never
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -40,6 +41,9 @@ class RecorderStats(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
+    instance: str = ""
+    """Which recorder counts: another one says that the engine was started anew, and that what it
+    had in memory is gone. Empty from servers that do not say it."""
     started: int
     """Generations that carried a record key."""
     recorded: int
@@ -177,6 +181,7 @@ class Recorder:
         self.store: RecordStore = MemoryStore() if store is None else store
         self._keeps_aborted = aborted == "keep"
         self._max_queued_tokens = max_queued_tokens
+        self._instance = secrets.token_hex(8)
         self._queue: SimpleQueue[_Finished | _Flush | _Lost | _Forget | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards what follows; held for a few operations only
         self._queued_tokens = 0
@@ -373,6 +378,7 @@ class Recorder:
         with self._lock:
             counts = self._counts
             return RecorderStats(
+                instance=self._instance,
                 started=self._started,
                 recorded=counts["extended"] + counts["roots"],
                 extended=counts["extended"],
