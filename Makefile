@@ -1,11 +1,13 @@
 PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
-.PHONY: test test-all lint types core vllm sglang tinker rollout format clean
+.PHONY: test test-engines test-rest test-all lint types core vllm sglang tinker rollout format clean
 .PHONY: demo demo-sglang demo-tinker demo-rl bench bench-tinker
 
-test: $(NOX)  ## what each change must pass
-	$(NOX)
+test: test-engines test-rest  ## what each change must pass; make -j2 test: both halves at once
+
+test-engines test-rest: test-%: $(NOX)
+	$(NOX) -t $*
 
 test-all: $(NOX)  ## the same in every engine version
 	$(NOX) -s lint types core vllm sglang tinker rollout

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -33,15 +34,14 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.download_python = "never"
 # A machine without one of the Pythons skips that session, and says so.
 nox.options.error_on_missing_interpreters = False
-# What `make test` runs: of each engine the oldest and the newest version. CI's workflow runs all.
-nox.options.sessions = [
-    *["lint", "types", "core"],
-    *[f"vllm({version})" for version in (VLLM_VERSIONS[0], VLLM_VERSIONS[-1])],
-    "vllm-experts",
-    *[f"sglang({version})" for version in (SGLANG_VERSIONS[0], SGLANG_VERSIONS[-1])],
-    *[f"tinker({version})" for version in TINKER_VERSIONS],
-    "rollout",
-]
+# What `make test` runs, in two halves that may run at once.
+nox.options.tags = ["engines", "rest"]
+
+
+def by_version(versions: list[str], half: str) -> list[Any]:
+    """One session for each version; `make test` runs the oldest and the newest."""
+    tested = (versions[0], versions[-1])
+    return [nox.param(each, id=each, tags=[half] if each in tested else []) for each in versions]
 
 
 def select_every_pyenv_version() -> None:
@@ -141,7 +141,7 @@ def tinker_environment(session: nox.Session, version: str) -> Path:
     return engine_environment(session, f"tinker-{version}", package, "tinker", version)
 
 
-@nox.session
+@nox.session(tags=["rest"])
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     sync(session, "--only-group", "lint")
@@ -157,7 +157,7 @@ def reformat(session: nox.Session) -> None:
     session.run("ruff", "format", ".")
 
 
-@nox.session(python=ENGINE_PYTHON)
+@nox.session(python=ENGINE_PYTHON, tags=["rest"])
 def types(session: nox.Session) -> None:
     """mypy, strict, on the packages."""
     extras = ["--all-extras", "--no-extra=ray"]  # typed as Any, like the engines
@@ -165,7 +165,7 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *SOURCES)
 
 
-@nox.session(python=PYTHONS)
+@nox.session(python=PYTHONS, tags=["rest"])
 def core(session: nox.Session) -> None:
     """recorder-core without any engine."""
     extras = ["--extra=client", "--extra=rollout", "--extra=server"]
@@ -179,14 +179,14 @@ def core(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("version", VLLM_VERSIONS, ids=VLLM_VERSIONS)
+@nox.parametrize("version", by_version(VLLM_VERSIONS, "engines"))
 def vllm(session: nox.Session, version: str) -> None:
     """vllm-recorder on the real engine."""
     python = vllm_environment(session, version)
     session.run(str(python), "-m", "pytest", "tests/vllm", *session.posargs, external=True)
 
 
-@nox.session(name="vllm-experts", venv_backend="none")
+@nox.session(name="vllm-experts", venv_backend="none", tags=["engines"])
 def vllm_experts(session: nox.Session) -> None:
     """Routed experts, in the version of vLLM that returns them on a CPU."""
     python = vllm_environment(session, "0.30.0")
@@ -195,7 +195,7 @@ def vllm_experts(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("version", SGLANG_VERSIONS, ids=SGLANG_VERSIONS)
+@nox.parametrize("version", by_version(SGLANG_VERSIONS, "engines"))
 def sglang(session: nox.Session, version: str) -> None:
     """sglang-recorder on the real engine."""
     python = sglang_environment(session, version)
@@ -203,14 +203,14 @@ def sglang(session: nox.Session, version: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("version", TINKER_VERSIONS, ids=TINKER_VERSIONS)
+@nox.parametrize("version", by_version(TINKER_VERSIONS, "rest"))
 def tinker(session: nox.Session, version: str) -> None:
     """tinker-recorder with the real SDK, on a real server."""
     python = tinker_environment(session, version)
     session.run(str(python), "-m", "pytest", "tests/tinker", *session.posargs, external=True)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", tags=["engines"])
 def rollout(session: nox.Session) -> None:
     """The rollout layer's tests again, with runners on a real Ray."""
     python = vllm_environment(session, VLLM_VERSIONS[-1])
