@@ -7,7 +7,6 @@ import logging
 import traceback
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable
-from types import TracebackType
 from typing import Any, TypeVar
 
 from typing_extensions import Self
@@ -92,12 +91,7 @@ class WorkflowRunner:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _tried(self, task: Task, fresh: FreshRuns) -> Status:
