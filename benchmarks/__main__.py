@@ -10,7 +10,7 @@ import sys
 from benchmarks.harness import arguments, machine, progress, report
 
 # The quiet ones first.
-CORE = ["memory", "recording", "transfer"]
+CORE = ["memory", "recording", "assembly", "store", "sqlite", "transfer", "front_ends", "draining"]
 ENGINE = ["event_loop", "serving"]
 
 

@@ -21,13 +21,13 @@ from transformers import AutoTokenizer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
 from recorder_core import KeyPrefix, Recorder, record_key
 from recorder_core.server import IdentityMiddleware
 from tests.models import VOCABULARY, tiny_qwen3
+from vllm_recorder.column import column_of
 from vllm_recorder.hook import Hook, Recording
 
 TARGET_MICROSECONDS = 20.0
@@ -54,37 +54,24 @@ def messages(tokens: int) -> tuple[list[Any], list[Any]]:
     """What an engine core sends after each step, encoded as it does.
 
     Returns:
-        The frames of each step's message, without and with logprobs.
+        The frames of each step's message, without and with a column of logprobs.
     """
     random = np.random.default_rng(0)
     encoder = MsgpackEncoder()
     plain: list[Any] = []
-    with_logprobs: list[Any] = []
+    with_columns: list[Any] = []
+    column = column_of(range(CONCURRENT), np.full(CONCURRENT, -1.5, np.float32))
     for number in range(tokens):
         reason = FinishReason.LENGTH if number == tokens - 1 else None
         sampled = random.integers(10, VOCABULARY, CONCURRENT).tolist()
-        for frames, logprobs in ((plain, False), (with_logprobs, True)):
-            outputs = [
-                EngineCoreOutput(
-                    request_id=f"request-{index}",
-                    new_token_ids=[token],
-                    new_logprobs=_logprobs(token) if logprobs else None,
-                    finish_reason=reason,
-                )
-                for index, token in enumerate(sampled)
-            ]
-            message = EngineCoreOutputs(outputs=outputs, weight_version="0")
+        outputs = [
+            EngineCoreOutput(f"request-{index}", [token], finish_reason=reason)
+            for index, token in enumerate(sampled)
+        ]
+        for frames, sent in ((plain, outputs), (with_columns, [*outputs, column])):
+            message = EngineCoreOutputs(outputs=sent, weight_version="0")
             frames.append([bytes(frame) for frame in encoder.encode(message)])
-    return plain, with_logprobs
-
-
-def _logprobs(token: int) -> LogprobsLists:
-    """For the sampled token alone, as `logprobs=0` asks for."""
-    return LogprobsLists(
-        logprob_token_ids=np.array([[token]], dtype=np.int32),
-        logprobs=np.array([[-1.5]], dtype=np.float32),
-        sampled_token_ranks=np.array([1], dtype=np.int32),
-    )
+    return plain, with_columns
 
 
 class Side:
@@ -97,8 +84,9 @@ class Side:
 
     def __init__(self, tokenizer: Any, frames: list[Any]) -> None:
         self.processor = OutputProcessor(tokenizer, log_stats=False)
-        self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.frames = frames
+        decoder, arriving = MsgpackDecoder(EngineCoreOutputs), iter(frames)
+        self.core = SimpleNamespace(get_output=lambda: decoder.decode(next(arriving)))
         self.added: list[float] = []
         """[requests]: microseconds of `add_request`."""
         self.decoded: list[float] = []
@@ -112,10 +100,10 @@ class Side:
         add_request = self.processor.add_request
         self.added.append(microseconds(add_request, request, "prompt", None, 0, queue))
 
-    def step(self, number: int) -> None:
-        """A message of the engine core's arrives, as `AsyncLLM` takes it."""
+    def step(self) -> None:
+        """A message of the engine core's arrives, as `LLMEngine` takes it."""
         begin = time.perf_counter_ns()
-        outputs = self.decoder.decode(self.frames[number])
+        outputs = self.core.get_output()
         middle = time.perf_counter_ns()
         self.processor.process_outputs(
             outputs.outputs, outputs.timestamp, None, weight_version=outputs.weight_version
@@ -154,11 +142,19 @@ def timed(function: Callable[..., Any], samples: list[float]) -> Callable[..., A
 
 
 @contextmanager
-def hooked(processor: OutputProcessor, recorder: Recorder) -> Iterator[None]:
+def hooked(side: Side, recorder: Recorder) -> Iterator[None]:
     """Record what goes through an output processor that no engine is behind."""
     engine = SimpleNamespace(
-        output_processor=processor,
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(logprobs_mode="raw_logprobs")),
+        output_processor=side.processor,
+        engine_core=side.core,
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(logprobs_mode="raw_logprobs"),
+            scheduler_config=SimpleNamespace(scheduler_cls=None),
+            kv_transfer_config=None,
+        ),
+        collective_rpc=lambda *args, **kwargs: None,
+        add_lora=lambda lora_request: None,
+        sleep=lambda level=1: None,
         set_weight_version=lambda version: None,
     )
     hook = Hook(engine, recorder, version="0", hide_routed_experts=False)
@@ -203,7 +199,7 @@ def one_round(
     on.processor.add_request = timed(on.processor.add_request, theirs)
     finish = timed(Recording.finish, times.handed_over)
     with (
-        hooked(on.processor, recorder),
+        hooked(on, recorder),
         record_key(KEY),
         patch.object(Recording, "finish", finish),
     ):
@@ -214,7 +210,7 @@ def one_round(
                 on.add(other)
             for number in range(tokens):
                 for side in (off, on) if number % 2 else (on, off):
-                    side.step(number)
+                    side.step()
     assert not on.processor.request_states
     # The recorder's thread must not work into the next round.
     recorder.flush()

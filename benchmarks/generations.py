@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from recorder_core import FinishReason, KeyPrefix, Record, Recorder, RecordKey, Sampling, Turn
+from recorder_core import (
+    FinishReason,
+    KeyPrefix,
+    Record,
+    Recorder,
+    RecordKey,
+    Run,
+    Sampling,
+    Turn,
+)
 from recorder_core.records import VersionSpan
 
 CHARACTERS_PER_TOKEN = 4  # what English text comes to, with large vocabularies
@@ -82,10 +91,37 @@ def conversation(turns: int, first: int, new: int, response: int) -> Iterator[Tu
         path = [*path, *sampled, *ids(new)]
 
 
-def recorded(turns: Iterable[Turn]) -> list[Record]:
-    """Turns as the recorder stores them."""
+def recorded(turns: Iterable[Turn]) -> list[Run]:
+    """The runs of turns, as the recorder stores them."""
     recorder = Recorder()
     for turn in turns:
         recorder.submit(turn)
     recorder.close(timeout=600)
     return recorder.store.get(KeyPrefix())
+
+
+def copies(record: Record, count: int) -> Iterator[Record]:
+    """Records alike, each in memory of its own and under a key of its own."""
+    for number in range(count):
+        yield record.replace(
+            id=f"copy-{number}",
+            key=RecordKey.parse(f"copies/{number // 8}/{number}"),
+            data=bytes(bytearray(record.data)),
+        )
+
+
+def record(key: RecordKey, prompt: int, response: int, parent: Record | None = None) -> Record:
+    """A record of one generation, which may continue another."""
+    return Record.of(
+        key=key,
+        prompt_ids=ids(prompt),
+        response_ids=ids(response),
+        logprobs=_random.uniform(-3, 0, response),
+        finish_reason=FinishReason.STOP,
+        parent=parent.id if parent else None,
+        start=parent.end if parent else 0,
+        versions=(VersionSpan(0, response, "7"),),
+        sampling=_SAMPLING,
+        created_at=parent.finished_at if parent else 1.0,
+        finished_at=(parent.finished_at if parent else 1.0) + 1,
+    )

@@ -1,17 +1,21 @@
-"""Time on the recorder's thread per turn, of `submit` on the engine's, and of assembly."""
+"""Time on the recorder's thread per turn, and of `submit` on the engine's."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import numpy as np
 
 from benchmarks import generations
 from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
-from recorder_core import Record, Recorder, Turn, assemble
+from recorder_core import Recorder, Turn
+from recorder_core.measures import Measures
 
 TARGET_BRANCHES = 2.0
 """An insert under a key with 10,000 branches may take this many times one with a single branch."""
+TARGET_MEASURES = 1.0
+"""Microseconds that the histograms of `/metrics` may take of a turn."""
 
 
 def record_times(recorder: Recorder, turns: Iterable[Turn]) -> list[float]:
@@ -69,12 +73,18 @@ def submit_times(count: int, burst: int) -> list[float]:
     return times
 
 
-def assembly_times(records: list[Record], repeats: int) -> list[float]:
-    """Milliseconds to make one trajectory of its records."""
-    (experience,) = assemble(records)
-    assert len(experience.turns) == len(records)
+def measure_times(count: int) -> list[float]:
+    """Microseconds of what is measured of one turn, each the mean of many."""
+    measures = Measures()
+
+    def a_hundred_turns() -> None:
+        for _ in range(100):
+            queued = began = time.perf_counter()
+            measures.queue_seconds.observe(began - queued)
+            measures.build_seconds.observe(time.perf_counter() - began)
+
     with no_gc():
-        return [microseconds(assemble, records) / 1000 for _ in range(repeats)]
+        return [microseconds(a_hundred_turns) / 100 for _ in range(count)]
 
 
 def measure(quick: bool) -> list[Row]:
@@ -111,19 +121,16 @@ def measure(quick: bool) -> list[Row]:
         row(f"a branch: {existing:,} against 1", "x", ratio, TARGET_BRANCHES),
     ]
 
-    progress("recording: submit, assembly")
+    progress("recording: histograms")
+    rows.append(row("what is measured of a turn", "µs", measure_times(many), TARGET_MEASURES))
+
+    progress("recording: submit")
     for burst, name in ((1, "the thread idle"), (64, "64 at once")):
         times = submit_times(64 if quick else 2048, burst)
         rows.append(row(f"submit, 512 + 512 tokens, {name}", "µs", times))
         rows.append(
             row(f"submit, {name}: 99th percentile", "µs", [float(np.percentile(times, 99))])
         )
-    conversation = generations.recorded(generations.conversation(20, 512, 128, 256))
-    rows.append(
-        row("assembly: 20 turns, 8,064 tokens", "ms", assembly_times(conversation, 10 * few))
-    )
-    conversation = generations.recorded(generations.conversation(100, 500, 500, 500))
-    rows.append(row("assembly: 100 turns, 100,000 tokens", "ms", assembly_times(conversation, few)))
     return rows
 
 

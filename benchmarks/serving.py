@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,8 +34,15 @@ from tests.models import VOCABULARY, tiny_qwen3
 
 CLIENTS = 64
 PROMPT = 64
+# On / off, at most.
+TARGET_API, TARGET_API_STREAMED = 1.05, 1.03
+TARGET_ENGINE = 1.05
+TARGET_ALL = 1.05
+TARGET_TIME = 1 / 0.97
+"""The time that a token takes: the throughput is to stay above 0.97."""
 SETTLE_S = 0.3
 """After the last answer: the recorder's thread stores what has just finished."""
+API, ENGINE = "API server", "engine"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -65,10 +73,25 @@ class Samples:
 
     api: list[float] = field(default_factory=list)
     """Microseconds of CPU per generated token, in the API server process."""
-    engine: list[float] = field(default_factory=list)
-    """The same of its child processes: the engine core, or the scheduler and detokenizer."""
+    children: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """The same of its child processes, by what each is, e.g. `scheduler`."""
     throughput: list[float] = field(default_factory=list)
     """Generated tokens per second, all clients together."""
+
+    @property
+    def engine(self) -> list[float]:
+        """CPU of the child processes together, in microseconds per token."""
+        return [sum(each) for each in zip(*self.children.values(), strict=True)]
+
+    @property
+    def all(self) -> list[float]:
+        """CPU of all serving processes, in microseconds per token."""
+        return [sum(pair) for pair in zip(self.api, self.engine, strict=True)]
+
+    @property
+    def times(self) -> list[float]:
+        """Microseconds that pass per token."""
+        return [1e6 / each for each in self.throughput]
 
 
 class Server:
@@ -80,9 +103,22 @@ class Server:
         self._pid = server.pid
         self._children = descendants(server.pid)
 
-    def cpu_s(self) -> tuple[float, float]:
-        """CPU seconds so far: of the API server, of its children."""
-        return cpu_s(self._pid), sum(cpu_s(child) for child in self._children)
+    def completions(self, client: int) -> str:
+        """Where a client asks for a completion."""
+        return f"{self.url}/v1/completions"
+
+    def cpu_s(self) -> Counter[str]:
+        """CPU seconds so far: of the API server, and of its children by what they are."""
+        found = Counter({API: cpu_s(self._pid)})
+        for child in self._children:
+            found[kind(child)] += cpu_s(child)
+        return found
+
+
+def kind(pid: int) -> str:
+    """What a child process is, by the title that SGLang gives to each of its own."""
+    title = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return next((each for each in ("scheduler", "detokenizer") if f"::{each}" in title), ENGINE)
 
 
 def _stat(pid: int) -> list[str]:
@@ -129,7 +165,7 @@ async def ask(http: aiohttp.ClientSession, server: Server, mode: Mode, client: i
     if mode.logprobs:
         body["logprobs"] = 1
     async with http.post(
-        f"{server.url}/v1/completions",
+        server.completions(client),
         json=body,
         headers={"Authorization": f"Bearer bench/serving/{client}"},
     ) as response:
@@ -146,16 +182,16 @@ async def ask(http: aiohttp.ClientSession, server: Server, mode: Mode, client: i
 
 async def one_round(
     http: aiohttp.ClientSession, server: Server, mode: Mode, tokens: int
-) -> tuple[float, float, float]:
-    """All clients ask once; CPU microseconds per token (API, engine), and tokens per second."""
-    api, engine = server.cpu_s()
+) -> tuple[dict[str, float], float]:
+    """All clients ask once; CPU microseconds per token by process, and tokens per second."""
+    before = server.cpu_s()
     begin = time.perf_counter()
     await asyncio.gather(*(ask(http, server, mode, client, tokens) for client in range(CLIENTS)))
     took = time.perf_counter() - begin
     await asyncio.sleep(SETTLE_S)
-    api_after, engine_after = server.cpu_s()
+    after = server.cpu_s()
     count = CLIENTS * tokens
-    return (api_after - api) / count * 1e6, (engine_after - engine) / count * 1e6, count / took
+    return {name: (after[name] - before[name]) / count * 1e6 for name in after}, count / took
 
 
 async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[Mode, Samples]:
@@ -173,20 +209,22 @@ async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[M
             for mode in MODES[shift:] + MODES[:shift]:
                 server = on if mode.recording else off
                 count = tokens if number >= 0 else min(tokens, 32)
-                api, engine, throughput = await one_round(http, server, mode, count)
+                cpu, throughput = await one_round(http, server, mode, count)
                 if mode.recording:
                     assert await records.delete("bench") == CLIENTS
                 if number >= 0:
-                    samples[mode].api.append(api)
-                    samples[mode].engine.append(engine)
+                    samples[mode].api.append(cpu.pop(API))
+                    for process, spent in cpu.items():
+                        samples[mode].children[process].append(spent)
                     samples[mode].throughput.append(throughput)
             progress(f"serving: round {max(number + 1, 0)} of {rounds}")
     return samples
 
 
-def ratios(these: list[float], others: list[float]) -> list[float]:
-    """Round by round."""
-    return [one / other for one, other in zip(these, others, strict=True)]
+def ratio(name: str, these: list[float], others: list[float], target: float | None = None) -> Row:
+    """What some cost against others, round by round."""
+    samples = [one / other for one, other in zip(these, others, strict=True)]
+    return row(name, "x", samples, target)
 
 
 def measure(quick: bool) -> list[Row]:
@@ -197,34 +235,41 @@ def measure(quick: bool) -> list[Row]:
         progress("serving: starting two servers")
         # Of the two engines, the one that is installed here.
         start = VLLMServer if importlib.util.find_spec("vllm") else SGLangServer
-        off = start(model, env=env)
-        on = start(model, "--enable-recording", env=env)
+        plain = start(model, env=env)
+        recording = start(model, "--enable-recording", env=env)
         with ThreadPoolExecutor() as threads:
-            list(threads.map(servers.enter_context, (off, on)))
+            list(threads.map(servers.enter_context, (plain, recording)))
         # Six: each of the modes begins one round.
         rounds, tokens = (1, 16) if quick else (len(MODES), 256)
-        samples = asyncio.run(alternate(Server(off), Server(on), rounds, tokens))
+        samples = asyncio.run(alternate(Server(plain), Server(recording), rounds, tokens))
+    vllm = start is VLLMServer  # the targets of single processes are vLLM's
     rows = []
     for streamed in (False, True):
         modes = [mode for mode in MODES if mode.streamed == streamed]
-        rows += [row(f"API server: {mode.name}", "µs/token", samples[mode].api) for mode in modes]
-        without, recorded, asked = (samples[mode] for mode in modes)
+        off, on, asked = (samples[mode] for mode in modes)
         suffix = ", streamed" if streamed else ""
+        api = TARGET_API_STREAMED if streamed else TARGET_API
+        rows += [row(f"API server: {mode.name}", "µs/token", samples[mode].api) for mode in modes]
         rows += [
-            row(f"API server: on / off{suffix}", "x", ratios(recorded.api, without.api)),
-            row(f"API server: on / asked{suffix}", "x", ratios(recorded.api, asked.api)),
+            ratio(f"API server: on / off{suffix}", on.api, off.api, api if vllm else None),
+            ratio(f"API server: on / asked{suffix}", on.api, asked.api),
         ]
-        rows += [row(f"engine: {mode.name}", "µs/token", samples[mode].engine) for mode in modes]
+        rows += [
+            row(f"{process}: {mode.name}", "µs/token", samples[mode].children[process])
+            for process in off.children
+            for mode in modes
+        ]
+        rows += [
+            ratio(
+                f"engine: on / off{suffix}", on.engine, off.engine, TARGET_ENGINE if vllm else None
+            ),
+            ratio(f"all processes: on / off{suffix}", on.all, off.all, TARGET_ALL),
+        ]
         rows += [
             row(f"throughput: {mode.name}", "tokens/s", samples[mode].throughput) for mode in modes
         ]
-        rows.append(
-            row(
-                f"throughput: on / off{suffix}",
-                "x",
-                ratios(recorded.throughput, without.throughput),
-            )
-        )
+        target = TARGET_TIME if vllm else None
+        rows.append(ratio(f"time per token: on / off{suffix}", on.times, off.times, target))
     return rows
 
 

@@ -19,7 +19,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 from transformers import AutoTokenizer
 
 from examples.capitals import TASKS, Task, play
-from examples.report import show
+from examples.report import conclude, show
 from examples.sglang_server import SGLangServer
 from examples.smollm2 import smollm2
 from examples.vllm_server import VLLMServer
@@ -75,13 +75,7 @@ async def main(engine: str, runs: int) -> None:
                 experiences = drained.experiences
             stats = (await records.stats())[server.base_url].recorder
     show(experiences, AutoTokenizer.from_pretrained(model), console)
-    console.print(
-        f"\n{stats.started} generations: {stats.recorded} recorded ({stats.roots} roots, "
-        f"{stats.extended} that continue one), {sum(stats.dropped.values())} dropped, "
-        f"{stats.pending} pending; {stats.prefix_break} prefix breaks"
-    )
-    rewards = [each.reward for each in experiences if each.reward is not None]
-    console.print(f"Mean reward {sum(rewards) / len(rewards):.2f}. The server is stopped.")
+    conclude(drained.runs, experiences, stats, model, console)
 
 
 if __name__ == "__main__":

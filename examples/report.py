@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from recorder_core import Experience
+from recorder_core import Experience, RecorderStats, Run, encode_runs
 from recorder_core.collate import collate_padded
+
+FILE = Path(__file__).resolve().parents[1] / "demo.rec"
+"""What a demo has recorded, for `make view-demo`."""
+
+
+def conclude(
+    runs: Sequence[Run],
+    experiences: Sequence[Experience],
+    stats: RecorderStats,
+    model: Path,
+    console: Console,
+) -> None:
+    """Print what became of all generations, write the runs to `FILE`, say how to look at them."""
+    console.print(
+        f"\n{stats.started} generations: {stats.recorded} recorded ({stats.roots} roots, "
+        f"{stats.extended} that continue one), {sum(stats.dropped.values())} dropped, "
+        f"{stats.pending} pending; {stats.prefix_break} prefix breaks"
+    )
+    rewards = [each.reward for each in experiences if each.reward is not None]
+    console.print(f"Mean reward {sum(rewards) / len(rewards):.2f}. What was started is stopped.")
+    FILE.write_bytes(encode_runs(runs))
+    console.print("\nLook at it in a browser: make view-demo, or")
+    console.print(f"  recorder view {FILE} --tokenizer {model} --open", soft_wrap=True)
 
 
 def show(

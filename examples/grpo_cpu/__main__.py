@@ -29,7 +29,7 @@ from examples.grpo_cpu.policy import digit_ids, new_policy, save_tokenizer
 from examples.vllm_server import VLLMServer
 from recorder_core import Experience
 from recorder_core.client import AsyncRecordClient
-from recorder_core.rollout import Engine, LocalRunnerPool, RolloutCoordinator, Scheduler
+from recorder_core.rollout import EngineAddress, LocalRunnerPool, RolloutCoordinator, Scheduler
 from recorder_core.rollout.progress import LiveProgress
 
 SEEDS = 3
@@ -75,7 +75,7 @@ def check(experiences: list[Experience], version: str, trainer: Trainer) -> None
 
 
 async def learn(
-    seed: int, steps: int, engine: Engine, weights: Weights, progress: LiveProgress
+    seed: int, steps: int, engine: EngineAddress, weights: Weights, progress: LiveProgress
 ) -> tuple[list[float], list[float]]:
     """Train a policy from random weights; the mean reward of each step, and the ratio errors."""
     policy = new_policy(seed)
@@ -146,7 +146,9 @@ async def main(seeds: int, steps: int, picture: Path) -> None:
         )
         console.print(f"Starting {' '.join(server.command[1:])}")
         with server:
-            engine = Engine(base_url=server.base_url, model_name="policy", admin_key=admin_key)
+            engine = EngineAddress(
+                base_url=server.base_url, model_name="policy", admin_key=admin_key
+            )
             curves, errors = [], []
             async with engine.records() as records:
                 weights = Weights(server.base_url, records, folder)

@@ -21,9 +21,7 @@ def group_advantages(experiences: list[Experience]) -> list[Experience]:
         rewards = np.array([each.reward for each in group])
         values = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         advantaged += [
-            each.model_copy(
-                update={"advantages": np.full(each.response_length, value, dtype=np.float32)}
-            )
+            each.replace(advantages=np.full(each.response_length, value, dtype=np.float32))
             for each, value in zip(group, values, strict=True)
         ]
     return advantaged

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from recorder_core import (
     FinishReason,
     MultiModalItem,
-    ParentIndex,
     Record,
     RecordKey,
     RoutedExperts,
+    SamplingMask,
     VersionSpan,
 )
+from recorder_core.paths import Paths
 
 KEY = RecordKey.parse("batch/task/0")
 
@@ -36,7 +37,7 @@ def record(**fields: Any) -> Record:
         "response_ids": [3],
         "finish_reason": "stop",
     }
-    return Record(**{**given, **fields})
+    return Record.of(**{**given, **fields})
 
 
 class Recording:
@@ -45,10 +46,15 @@ class Recording:
     def __init__(self, key: RecordKey = KEY, name: str = "") -> None:
         self.key = key
         self.name = name
-        self.index = ParentIndex()
+        self.paths = Paths()
         self.records: list[Record] = []
         self.prefix_breaks = 0
-        self.superseded: list[str] = []
+
+    @property
+    def superseded(self) -> list[str]:
+        """What the recorder would count as such now, in the order of the records."""
+        replaced, _ = self.paths.replaced()
+        return [each.id for each in self.records if each.id in replaced]
 
     def turn(
         self,
@@ -60,32 +66,29 @@ class Recording:
     ) -> Record:
         """Record a finished generation; turn n begins at n seconds and ends at n + 0.5."""
         number = len(self.records)
-        placement = self.index.place(
+        times = {"created_at": number, "finished_at": number + 0.5}
+        given = {"id": f"{self.name}{number}", "finish_reason": FinishReason.STOP, **times}
+        given |= fields
+        placement = self.paths.place(
             ids(prompt),
             ids(response),
+            created_at=given["created_at"],
             adapter=fields.get("adapter"),
             multi_modal=fields.get("multi_modal", ()),
         )
-        given = {
-            "id": f"{self.name}{number}",
-            "finish_reason": FinishReason.STOP,
-            "created_at": number,
-            "finished_at": number + 0.5,
-        }
-        made = Record(
-            **{**given, **fields},
+        made = Record.of(
+            **given,
             key=self.key,
             parent=placement.parent,
+            base=placement.base,
             start=placement.start,
             prompt_ids=ids(prompt[placement.start :]),
             response_ids=ids(response),
             routed_experts=routed_experts.after(placement.routed_rows) if routed_experts else None,
         )
-        replaced = self.index.add(made, placement)
+        self.paths.add(made, placement)
         self.records.append(made)
         self.prefix_breaks += placement.prefix_break
-        if replaced is not None:
-            self.superseded.append(replaced)
         return made
 
 
@@ -136,6 +139,11 @@ def record_all(generations: Iterable[Generation]) -> Recording:
     return recording
 
 
+def masked(supports: Sequence[Sequence[int]]) -> SamplingMask:
+    """A sampling mask from the ids of each token."""
+    return SamplingMask([each for ids in supports for each in ids], list(map(len, supports)))
+
+
 # Two or three tokens only: prompts that repeat others by chance, and identical twins, are common.
 _tokens = st.integers(0, 2)
 _images = st.sampled_from(["cat", "dog"])
@@ -158,7 +166,6 @@ def forests(draw: st.DrawFn, max_size: int = 12) -> list[Generation]:
         if new and draw(st.integers(0, 3)) == 0:
             images = (*images, _image(len(prompt) - 1, draw(_images)))
         response = tuple(draw(st.lists(_tokens, min_size=1, max_size=3)))
-        created = draw(st.integers(0, 8))
         boundary = draw(st.integers(0, len(response)))
         spans = (VersionSpan(0, boundary, "7"), VersionSpan(boundary, len(response), "step-8"))
         fields = {
@@ -167,11 +174,18 @@ def forests(draw: st.DrawFn, max_size: int = 12) -> list[Generation]:
             "sample_index": draw(st.sampled_from([0, 0, 1])),
             "attempt": draw(st.sampled_from([0, 0, 0, 1, 2])),
             "finish_reason": draw(st.sampled_from(FinishReason)),
-            "created_at": created,
-            "finished_at": created + draw(st.integers(0, 4)),
+            "delivered": draw(st.sampled_from([None, True, True, False])),
+            # In the order of their ends, as a recorder gets them; begun at any time before.
+            "created_at": draw(st.integers(1, number + 1)),
+            "finished_at": number + 1,
             "versions": tuple(span for span in spans if span.start < span.end),
             "logprobs": (
                 np.array([-number - at / 8 for at in range(len(response))], dtype=np.float32)
+                if draw(st.booleans())
+                else None
+            ),
+            "sampling_mask": (
+                masked([(token, number)[: draw(st.integers(0, 2))] for token in response])
                 if draw(st.booleans())
                 else None
             ),

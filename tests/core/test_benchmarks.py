@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["memory", "recording", "transfer"])
+# They are run on the newer Pythons, and take a while.
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="on a newer Python")
+@pytest.mark.parametrize(
+    "name",
+    ["assembly", "draining", "export", "memory", "recording", "sqlite", "store", "transfer"],
+)
 def test_a_quick_benchmark_reports_valid_json(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", "-"],

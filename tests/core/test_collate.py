@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import sys
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder_core import EID, Experience, FinishReason, Record, RecordKey, assemble
+from recorder_core import EID, Experience, FinishReason, Record, RecordKey, assemble, export
 from recorder_core.errors import CollateError
 from recorder_core.records import RoutedExperts, VersionSpan
 
@@ -23,6 +24,7 @@ from recorder_core.collate import (  # noqa: E402
     PackedBatch,
     PaddedBatch,
     collate_packed,
+    collate_packs,
     collate_padded,
 )
 
@@ -50,7 +52,7 @@ def collate_both(experiences: list[Experience], **options: Any) -> tuple[PaddedB
 
 
 def record(name: str, prompt: list[int], response: list[int], **fields: Any) -> Record:
-    return Record(
+    return Record.of(
         id=name,
         key=RecordKey("b", "t", 0),
         prompt_ids=prompt,
@@ -343,7 +345,7 @@ def test_a_batch_moves_to_a_device_whole() -> None:
 
 def test_the_experiences_are_left_as_they_are() -> None:
     source = experience([1], [2, 3], logprobs=[-0.1, NAN], action_mask=[True, False])
-    before = source.model_copy(deep=True)
+    before = copy.deepcopy(source)
 
     for batch in collate_both([source]):
         batch.tokens.fill_(0)
@@ -359,6 +361,63 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(ImportError, match=r"recorder-core\[torch\]"):
         importlib.import_module("recorder_core.collate")
+
+
+def test_rows_are_collated_by_the_rules_that_made_them() -> None:
+    low, high = (
+        experience([1], [2, 3], action_mask=[True, False], reward=reward, suffix=str(reward))
+        for reward in (0.0, 4.0)
+    )
+    cut = experience([1], [9], finish_reason="abort", suffix="cut", reward=4.0)
+    made = export.rows([low, high, cut], export.Rules(reward="mean"))
+
+    for batch in collate_both(made):
+        assert [eid.suffix for eid in batch.eids] == ["0.0", "4.0"]
+        assert batch.rewards is not None
+        assert batch.rewards.tolist() == pytest.approx([8 / 3] * 2)
+        assert batch.advantages is None
+
+
+def test_the_advantages_of_a_group_stand_at_the_trained_tokens() -> None:
+    def of_run(run: int, reward: float) -> Experience:
+        given_eid = EID(batch="b", task="t", run=run)
+        return experience([1], [2, 3], action_mask=[True, False], reward=reward).replace(
+            eid=given_eid
+        )
+
+    made = export.group_advantages(export.rows([of_run(0, 0.0), of_run(1, 4.0)]), scale="none")
+
+    padded, packed = collate_both(made)
+
+    assert padded.advantages is not None
+    assert padded.advantages.tolist() == [[-2, 0], [2, 0]]
+    assert packed.advantages is not None
+    assert packed.advantages.tolist() == [0, -2, 0, 0, 2, 0]
+
+
+def test_an_infinite_logprob_counts_as_none() -> None:
+    source = experience([1], [2, 3], logprobs=[-math.inf, -0.5])
+
+    with pytest.raises(CollateError, match=r"b/t/0/0/x \(1 of 2\)"):
+        collate_packed([source])
+    for batch in collate_both([source], missing_logprobs="mask"):
+        assert batch.logprobs.isfinite().all()
+        assert batch.action_mask.sum() == batch.logprobs_valid.sum() == 1
+
+
+def test_packs_keep_to_their_budget_and_positions_begin_anew() -> None:
+    sources = [experience([1], list(range(n)), suffix=str(n)) for n in (5, 3, 2, 1)]
+
+    ranks = collate_packs(sources, token_budget=8, ranks=2)
+
+    assert [len(packs) for packs in ranks] == [1, 1]
+    ((first,), (second,)) = ranks
+    assert [eid.suffix for eid in first.eids] == ["5", "1"]
+    assert [eid.suffix for eid in second.eids] == ["3", "2"]
+    assert first.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert second.cu_seqlens.tolist() == [0, 4, 7]
+    with pytest.raises(CollateError, match="token_budget of 5"):
+        collate_packs(sources, token_budget=5)
 
 
 finite = st.floats(-100, 0, width=32)

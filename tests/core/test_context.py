@@ -28,11 +28,8 @@ JUNK = {
     "sk-abc": "not_a_key",
     "x" * 300_000: "not_a_key",
     "a/b": "malformed",
-    "a/b/x": "malformed",
-    "a/b/-1": "malformed",
-    "a/b/007": "malformed",
-    "a/b/1e3": "malformed",
-    "a/b/" + "9" * 400: "malformed",
+    "a/b/..": "malformed",
+    "a/b/" + "9" * 509: "malformed",
     "a//0": "malformed",
     "/a/0": "malformed",
     "a/b/0/": "malformed",
@@ -52,8 +49,26 @@ def test_what_is_no_record_key_is_named_by_its_reason(text, reason):
     assert identify(text) == Identity(None, reason)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("0/task", "'0/task'"),
+        ("0/task-3f2a5c1e", "'0/task...'"),
+        ("wJalrXUtnFEMI/K7MDENGbPxRfiCY", "'wJal.../K7MD...'"),
+        ("a/b/\x1b[2J\n", "'a/b/\\x1b[2J\\n'"),
+        ("ключ/0/1", "'\\u043a\\u043b\\u044e\\u0447/0/1'"),
+        ("a/" * 150_000 + "0", "'" + "a/" * 30 + "...'"),
+    ],
+    ids=lambda text: ascii(text[:12]),
+)
+def test_of_a_malformed_key_so_much_is_shown_as_is_safe(text, shown):
+    """E6."""
+    assert identify(text).detail == f"{shown} is no record key"
+
+
 def test_a_record_key_is_an_identity():
     assert identify("0/eval_short/1/0") == Identity(RecordKey("0/eval_short", "1", 0))
+    assert identify("0/task/3f2a51c0") == Identity(RecordKey("0", "task", "3f2a51c0"))
 
 
 @pytest.mark.parametrize(("given", "believed"), [(0, 0), (2, 2), (-3, 0), (10**30, 100)])
@@ -158,6 +173,59 @@ async def test_the_key_is_the_header_then_the_bearer_then_the_x_api_key(headers)
     assert await identity_of(*headers) == Identity(KEY)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"authorization", b"Bearer sk-abc"), (b"x-api-key", b"12/task-7/3")],
+        [(b"authorization", b"Bearer a/b"), (b"x-api-key", b"12/task-7/3")],
+        [(b"x-record-key", b"12/task-7"), BEARER, (b"x-api-key", b"other/task/0")],
+        [(b"x-record-key", b"EMPTY"), (b"x-api-key", b"12/task-7/3")],
+    ],
+)
+async def test_the_first_credential_that_is_a_record_key_counts(headers, order):
+    """E4."""
+    assert await identity_of(*headers[::order]) == Identity(KEY)
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ([(b"authorization", b"Bearer sk-abc"), (b"x-api-key", b"a/b")], "malformed"),
+        ([(b"x-record-key", b"a/b"), (b"authorization", b"Bearer sk-abc")], "malformed"),
+        ([BEARER, BEARER, (b"x-api-key", b"sk-abc")], "ambiguous"),
+        ([(b"authorization", b"Basic x"), (b"x-api-key", b"sk-abc")], "not_a_key"),
+        ([(b"authorization", b"Basic x"), (b"x-api-key", b"")], "missing"),
+    ],
+)
+async def test_of_many_credentials_that_are_none_the_reason_that_helps_most_is_given(
+    headers, reason
+):
+    """E4."""
+    assert await identity_of(*headers) == Identity(None, reason)
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key", b"x-record-key"])
+async def test_a_header_that_is_there_twice_is_no_identity(name):
+    """E16."""
+    scheme = b"Bearer " if name == b"authorization" else b""
+    first, second = (name, scheme + b"12/task-7/3"), (name, scheme + b"other/task/0")
+    for twice in ([first, second], [second, first], [first, first], [(name, b""), first]):
+        assert await identity_of(*twice) == Identity(None, "ambiguous")
+    # Another header may still say it.
+    for other in {b"x-api-key", b"x-record-key"} - {name}:
+        assert await identity_of(second, second, (other, b"12/task-7/3")) == Identity(KEY)
+
+
+async def test_of_two_bearers_none_is_taken_apart():
+    """The engine sees what was sent, and decides. E16."""
+    engine = Engine()
+    twice = [(b"authorization", b"Bearer secret:12/task-7/3"), (b"authorization", b"Bearer x")]
+    await ask(IdentityMiddleware(engine, ["secret"]), *twice)
+    assert engine.identities == [Identity(None, "ambiguous")]
+    assert engine.headers == dict(twice)
+
+
 @pytest.mark.parametrize("text", [text for text in JUNK if text == text.strip()])
 @pytest.mark.parametrize("name", [b"authorization", b"x-api-key", b"x-record-key"])
 async def test_junk_is_served_and_not_recorded(name, text):
@@ -202,6 +270,36 @@ async def test_a_composite_key_is_taken_apart_and_the_engine_sees_its_own(name, 
     await ask(middleware, (b"host", b"x"), (name, composite))
     assert engine.identities == [Identity(KEY)]
     assert engine.headers == {b"host": b"x", b"authorization": b"Bearer " + api_key.encode()}
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key", b"x-record-key"])
+@pytest.mark.parametrize("own", ["secret", "se/cr/1", "se:cr/e/t"])
+@pytest.mark.parametrize(
+    ("credential", "expected"),
+    [
+        ("{own}:12/task-7/3", Identity(KEY)),
+        ("{own}", Identity(None, "not_a_key")),
+        ("{own}:{own}", Identity(None, "not_a_key")),
+        ("{own}:{own}:12/task-7/3", Identity(None, "not_a_key")),
+        ("{own}:another/one/1", Identity(None, "not_a_key")),
+        ("{own}:another/one/1:12/task-7/3", Identity(None, "not_a_key")),
+    ],
+)
+async def test_the_engines_own_key_is_no_part_of_a_record_key(name, own, credential, expected):
+    """By whatever header it comes, beside the bearer that the engine wants. E17."""
+    scheme = b"Bearer " if name == b"authorization" else b""
+    headers = [(name, scheme + credential.format(own=own).encode())]
+    if name != b"authorization":
+        headers.append((b"authorization", f"Bearer {own}".encode()))
+    assert await identity_of(*headers, api_keys=(own, "another/one/1")) == expected
+
+
+async def test_the_engines_own_key_in_the_record_keys_header_opens_nothing():
+    """E17."""
+    engine = Engine()
+    header = (b"x-record-key", b"secret:12/task-7/3")
+    await ask(IdentityMiddleware(engine, ["secret"]), header)
+    assert engine.headers == dict([header])
 
 
 async def test_of_two_engine_keys_that_fit_the_longer_counts():
@@ -296,7 +394,7 @@ async def test_two_thousand_random_credentials_are_served_and_each_is_counted():
     unkeyed = recorder.stats().unkeyed
     assert 0 < keyed < 200
     assert keyed + sum(unkeyed.values()) == 2_000
-    assert set(unkeyed) == {"missing", "not_a_key", "malformed"}
+    assert set(unkeyed) == {"missing", "not_a_key", "malformed", "ambiguous"}
     assert Counter(unkeyed) == Counter(
         each.reason for each in engine.identities if each is not None and each.key is None
     )

@@ -6,21 +6,47 @@ import pytest
 from packaging.version import Version
 
 from recorder_core import VersionSpan
-from recorder_core.engines import EngineSupport, VersionLabels, refuse
+from recorder_core.engines.labels import VersionLabels
+from recorder_core.engines.refusals import refuse
+from recorder_core.engines.support import EngineSupport
 from recorder_core.errors import UnsupportedEngineError
 
-SUPPORT = EngineSupport("Engine", "engine-recorder", Version("1.2"), Version("1.5"))
+SUPPORT = EngineSupport(
+    "Engine", "engine-recorder", Version("1.2"), Version("1.4.9"), {"1.3.1": "it forgets requests"}
+)
 
 
-@pytest.mark.parametrize("text", ["1.2", "1.4.9", "1.4.9+cpu", "1.2.0rc1"])
-def test_versions_within_the_range(text: str) -> None:
-    assert SUPPORT.oldest <= SUPPORT.check_version(text) < SUPPORT.newest
+@pytest.mark.parametrize("text", ["1.2", "1.4.9", "1.4.9+cpu", "1.2.0rc1", "1.3.1.1"])
+def test_tested_versions_are_taken_without_a_word(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = SUPPORT.check_version(text)
+    assert SUPPORT.is_tested(version)
+    assert not caplog.records
 
 
-@pytest.mark.parametrize("text", ["1.1.9", "1.5", "1.5.0.dev3", "2"])
-def test_versions_outside_are_refused_with_the_range(text: str) -> None:
-    with pytest.raises(UnsupportedEngineError, match=rf"Engine {text}.*>=1\.2, <1\.5. Install"):
+@pytest.mark.parametrize("text", ["1.1.9", "1.1.9.post1", "0.9", "1.1rc3"])
+def test_older_versions_are_refused_with_the_way_out(text: str) -> None:
+    message = rf"Engine {text} .*wants 1\.2 or newer\. Install Engine 1\.2 to 1\.4\.9"
+    with pytest.raises(UnsupportedEngineError, match=message):
         SUPPORT.check_version(text)
+
+
+@pytest.mark.parametrize("text", ["1.5", "1.4.10.dev3", "2"])
+def test_a_version_newer_than_the_newest_tested_is_taken_and_said_once(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not SUPPORT.is_tested(SUPPORT.check_version(text))
+    SUPPORT.check_version(text)
+    (said,) = caplog.messages
+    assert said.startswith(f"Engine {text} is newer than this engine-recorder is tested with (1.2 ")
+
+
+@pytest.mark.parametrize("text", ["1.3.1", "1.3.1+cpu"])
+def test_a_version_that_is_known_to_be_broken_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UnsupportedEngineError) as caught:
+        SUPPORT.check_version(text)
+    assert str(caught.value).startswith(f"Engine {text} cannot be recorded: it forgets requests.")
 
 
 def test_a_version_that_is_none_is_refused() -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -17,8 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder_core import FinishReason, KeyPrefix, Record, RecordKey, Turn, assemble
+from recorder_core import FinishReason, KeyPrefix, Record, RecordKey, SamplingMask, Turn, assemble
 from recorder_core import recorder as recorder_module
+from recorder_core.context import MISSING, NOT_A_KEY, SKIPPED, identify
+from recorder_core.exchange import Exchange
+from recorder_core.local import records_of
 from recorder_core.recorder import Recorder, RecorderStats
 from recorder_core.stores import AddOutcome, MemoryStore
 
@@ -40,6 +44,13 @@ def turn(
         "finished_at": now + 0.5,
     }
     return Turn(key=key, prompt_ids=prompt, response_ids=response, **{**given, **fields})
+
+
+def cut() -> Exchange:
+    """A request whose client did not get the reply."""
+    exchange = Exchange()
+    exchange.delivered = False
+    return exchange
 
 
 def adds_up(stats: RecorderStats) -> bool:
@@ -65,9 +76,9 @@ class BlockingStore(MemoryStore):
         super().__init__()
         self.released = threading.Event()
 
-    def add(self, record: Record) -> AddOutcome:
+    def add(self, record: Record, epoch: int | None = None) -> AddOutcome:
         self.released.wait(30)
-        return super().add(record)
+        return super().add(record, epoch)
 
 
 @pytest.fixture
@@ -98,7 +109,7 @@ def record_all(recorder: Recorder, *turns: Turn) -> list[Record]:
     for each in turns:
         recorder.submit(each)
     assert recorder.flush(10)
-    return recorder.store.get(ALL)
+    return records_of(recorder.store.get(ALL))
 
 
 # What is recorded
@@ -185,6 +196,19 @@ def test_logprobs_and_routed_experts_may_be_made_on_the_recorders_thread(recorde
     assert record.routed_experts.data.tolist() == [[[300, 2]]]
 
 
+def test_a_sampling_mask_over_other_tokens_is_flagged_and_the_rest_kept(recorder):
+    """M13."""
+    mask = SamplingMask([2, 7, 3], [2, 1])
+    whole, odd = record_all(
+        recorder,
+        turn([1], [2, 3], sampling_mask=lambda: mask),
+        turn([1, 2], [2, 3, 4], sampling_mask=mask),
+    )
+    assert (whole.sampling_mask, whole.flags) == (mask, ())
+    assert (odd.sampling_mask, odd.flags) == (None, ("sampling_mask_length_mismatch",))
+    assert odd.logprobs is not None
+
+
 def test_ids_may_be_arrays(recorder):
     (record,) = record_all(recorder, turn(np.array([1, 2]), np.array([3])))
     assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == ([1, 2], [3])
@@ -221,13 +245,13 @@ def test_a_turn_without_a_token_is_not_recorded(recorder):
 
 
 def test_every_fate_is_counted_and_the_counters_add_up():
-    store = MemoryStore(max_bytes=60_000, when_full="reject")
+    store = MemoryStore(max_bytes=20_000, when_full="reject")
     recorder = Recorder(store)
     store.block(KeyPrefix("aborted-batch"))
     record_all(
         recorder,
         turn([1], [2]),
-        turn([1, 2, 3], [4]),  # continues it
+        turn([1, 2, 3], [4], exchange=cut()),  # continues it
         turn([1, 9, 9], [4]),  # breaks the prefix
         turn([1, 2, 3], [5], attempt=1),  # supersedes the second
         turn([1], []),
@@ -236,7 +260,7 @@ def test_every_fate_is_counted_and_the_counters_add_up():
         turn([1], [2**31]),
         turn([1], [2], logprobs=lambda: 1 / 0),
     )
-    recorder.start(KEY).drop("hook")
+    recorder.start(KEY).drop("rejected")
     recorder.start(KEY)  # forgotten at once
     in_flight = recorder.start(KEY)
     recorder.flush(10)
@@ -249,12 +273,12 @@ def test_every_fate_is_counted_and_the_counters_add_up():
         "blocked": 1,
         "full": 1,
         "error": 2,
-        "hook": 1,
+        "rejected": 1,
         "lost": 1,
     }
     assert stats.pending == 1
     assert adds_up(stats)
-    in_flight.drop("hook")
+    in_flight.drop("rejected")
     assert recorder.stats().pending == 0
     recorder.close()
 
@@ -264,6 +288,25 @@ def test_generations_without_a_key_are_counted_by_reason(recorder):
         recorder.count_unkeyed(reason)
     assert recorder.stats().unkeyed == {"missing": 2, "not_a_key": 1}
     assert recorder.stats().started == 0
+
+
+def test_of_what_is_served_and_not_recorded_each_reason_is_told_once(recorder, caplog):
+    """And what is left out on purpose is not. E6."""
+    with caplog.at_level(logging.WARNING):
+        for identity in [identify("0/task"), NOT_A_KEY, SKIPPED, identify("1/task"), MISSING] * 50:
+            recorder.count_unkeyed(identity.reason, identity.detail)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3
+    assert "(malformed): '0/task' is no record key." in told[0]
+    assert "(not_a_key)" in told[1]
+    assert "(missing)" in told[2]
+    assert all("<batch>/<task>/<run>" in message for message in told)
+    assert recorder.stats().unkeyed == {
+        "malformed": 100,
+        "not_a_key": 50,
+        "skipped": 50,
+        "missing": 50,
+    }
 
 
 # In flight
@@ -318,6 +361,21 @@ def test_a_forgotten_generation_in_a_reference_cycle_is_lost_too(recorder):
     assert recorder.stats().dropped == {"lost": 1}
 
 
+def test_a_generation_that_is_forgotten_after_the_recorder_is_closed_is_lost(recorder):
+    """The counters add up whoever comes last.
+
+    E10.
+    """
+    before, after = recorder.start(KEY), recorder.start(KEY)
+    recorder.close()
+    before.drop("failed")
+    del after
+    assert recorder.pending() == 0
+    assert recorder.pending_by_key(KeyPrefix()) == {}
+    stats = recorder.stats()
+    assert (stats.started, stats.dropped, stats.pending) == (2, {"failed": 1, "lost": 1}, 0)
+
+
 # Faults
 
 
@@ -325,10 +383,10 @@ def test_a_store_that_raises_costs_those_records_and_is_logged_once(caplog):
     class RaisingStore(MemoryStore):
         broken = True
 
-        def add(self, record: Record) -> AddOutcome:
+        def add(self, record: Record, epoch: int | None = None) -> AddOutcome:
             if self.broken:
                 raise OSError("disk gone")
-            return super().add(record)
+            return super().add(record, epoch)
 
     store = RaisingStore()
     recorder = Recorder(store)
@@ -347,7 +405,7 @@ def test_a_store_that_raises_costs_those_records_and_is_logged_once(caplog):
 
 def test_a_store_that_wants_a_parent_for_a_root_does_not_hang_the_recorder():
     class ConfusedStore(MemoryStore):
-        def add(self, record: Record) -> AddOutcome:
+        def add(self, record: Record, epoch: int | None = None) -> AddOutcome:
             return AddOutcome.NO_PARENT
 
     recorder = Recorder(ConfusedStore())
@@ -475,7 +533,7 @@ def test_a_turn_after_a_drain_is_a_root_and_assembles_with_the_returned_lease():
     recorder = Recorder(store)
     record_all(recorder, turn([1], [2, 3]), turn([1, 2, 3, 4], [5]))
     store.update(KEY, reward=1.0)
-    lease = store.drain(ALL, 60)
+    lease = store.drain(ALL, "lease", 60)
     (third,) = record_all(recorder, turn([1, 2, 3, 4, 5, 6], [7]))
     assert (third.parent, third.prompt_ids.tolist()) == (None, [1, 2, 3, 4, 5, 6])
     now += 61
@@ -491,7 +549,7 @@ def test_a_turn_after_a_drain_is_a_root_and_assembles_with_the_returned_lease():
 
 def test_a_turn_after_an_acknowledged_drain_stands_alone(recorder):
     record_all(recorder, turn([1], [2]))
-    recorder.store.ack(recorder.store.drain(ALL, 60).id)
+    recorder.store.ack(recorder.store.drain(ALL, "lease", 60).id)
     records = record_all(recorder, turn([1, 2, 3], [4]), turn([1, 2, 3, 4, 5], [6]))
     (trajectory,) = assemble(records)
     assert trajectory.prompt_length == 3
@@ -500,18 +558,16 @@ def test_a_turn_after_an_acknowledged_drain_stands_alone(recorder):
 
 def test_a_turn_does_not_continue_a_record_that_was_overwritten(recorder):
     (old,) = record_all(recorder, turn([1], [2, 3]))
-    recorder.forget(KEY)
-    recorder.flush(10)
-    edited = old.model_copy(update={"response_ids": np.array([8, 9], dtype=np.int32)})
+    edited = old.replace(response_ids=[8, 9])
     recorder.store.overwrite(KEY, [edited])
     record_all(recorder, turn([1, 2, 3, 4], [5]))
-    assert [each.tokens.tolist() for each in assemble(recorder.store.get(ALL))] == [
+    assert [each.tokens.tolist() for each in assemble(records_of(recorder.store.get(ALL)))] == [
         [1, 8, 9],
         [1, 2, 3, 4, 5],
     ]
 
 
-@pytest.mark.parametrize("limit", ["MAX_INDEXED_KEYS", "MAX_INDEXED_RECORDS"])
+@pytest.mark.parametrize("limit", ["MAX_INDEXED_RUNS", "MAX_INDEXED_RECORDS"])
 def test_keys_that_the_index_has_forgotten_still_assemble(recorder, monkeypatch, limit):
     monkeypatch.setattr(recorder_module, limit, 4)
     keys = [RecordKey("7", "sum", run) for run in range(10)]
@@ -522,8 +578,8 @@ def test_keys_that_the_index_has_forgotten_still_assemble(recorder, monkeypatch,
     ]
     records = record_all(recorder, *turns)
     assert len(records) == 50
-    assert recorder.stats().roots > 10
     assert len(recorder._indexes) <= 5
+    assert recorder.stats().roots == 10  # what is forgotten is read from the store again
     trajectories = assemble(records)
     assert [each.eid.run for each in trajectories] == list(range(10))
     for run, trajectory in enumerate(trajectories):
@@ -536,11 +592,12 @@ def test_the_index_holds_no_tokens_after_a_drain(recorder):
 
     def record_and_drain(runs: range) -> None:
         for run in runs:
-            recorder.submit(
-                turn([run] * tokens, [1] * 10, RecordKey("7", "sum", run), prompt_text="x" * tokens)
-            )
+            key = RecordKey("7", "sum", run)
+            recorder.submit(turn([run] * tokens, [1] * 10, key, prompt_text="x" * tokens))
+            recorder.submit(turn([run] * tokens + [1] * 10, [2], key))
         recorder.flush(30)
-        recorder.store.ack(recorder.store.drain(ALL, 60).id)
+        recorder.store.ack(recorder.store.drain(ALL, f"lease-{runs.start}", 60).id)
+        recorder.flush(30)
 
     record_and_drain(range(1))  # grows the hash's weights to this length
     gc.collect()
@@ -551,7 +608,7 @@ def test_the_index_holds_no_tokens_after_a_drain(recorder):
         left = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert len(recorder._indexes) == 41
+    assert not recorder._indexes
     assert left < 40 * 4_000  # of 200,000 bytes of ids each
 
 
@@ -589,7 +646,7 @@ def test_nothing_is_crossed_or_lost_when_many_threads_submit(recorder):
     stats = recorder.stats()
     assert (stats.started, stats.recorded, stats.pending) == (threads * turns, threads * turns, 0)
     assert (stats.roots, stats.extended) == (threads, threads * (turns - 1))
-    trajectories = assemble(recorder.store.get(ALL))
+    trajectories = assemble(records_of(recorder.store.get(ALL)))
     assert [each.tokens.tolist() for each in trajectories] == expected
     for run, trajectory in enumerate(trajectories):
         assert [each.request_id for each in trajectory.turns] == [
@@ -604,3 +661,28 @@ def test_a_recorder_can_be_told_from_the_one_before_a_restart() -> None:
     assert first.stats().instance != second.stats().instance
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(("records", "said"), [(0, False), (2, True)])
+def test_a_process_that_ends_says_what_nobody_has_drained(records, said):
+    script = f"""
+from recorder_core import RecordKey, Turn
+from recorder_core.options import RecordingOptions
+
+recorder = RecordingOptions().make_recorder()
+for number in range({records}):
+    recorder.submit(
+        Turn(
+            key=RecordKey("7", "sum", number),
+            prompt_ids=[1],
+            response_ids=[2],
+            logprobs=[-0.5],
+            finish_reason="stop",
+            created_at=1.0,
+            finished_at=2.0,
+        )
+    )
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert (f"{records} records were not drained" in ended.stderr) is said

@@ -3,44 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
-import numpy as np
+import msgspec
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from safetensors.numpy import load, save
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from recorder_core import (
     FinishReason,
     KeyPrefix,
     Record,
     RecordKey,
+    Run,
     Turn,
     assemble,
-    decode_records,
-    encode_records,
+    encode_runs,
 )
-from recorder_core.codec import MEDIA_TYPE
-from recorder_core.protocol import LEASE_HEADER, PENDING_HEADER
+from recorder_core.codec import MAGIC, MEDIA_TYPE, StreamDecoder
+from recorder_core.local import records_of as records_in
+from recorder_core.protocol import MAX_BODY_BYTES
 from recorder_core.recorder import Recorder
-from recorder_core.server import AdminGuard, IdentityMiddleware, RecorderCollector, records_router
+from recorder_core.server import (
+    AdminGuard,
+    IdentityMiddleware,
+    PreflightGuard,
+    RecorderCollector,
+    records_router,
+)
+from recorder_core.stores import MemoryStore
 from recorder_core.stores.testing import child, root
 
 ALL = KeyPrefix()
 KEY = RecordKey("7", "sum", 0)
 OTHER = RecordKey("7", "sum", 1)
 ADMIN = {"authorization": "Bearer admin-key"}
+JSON = {"content-type": "application/json"}
 ROUTES = {
     ("get", "/records/keys"),
     ("get", "/records"),
@@ -49,11 +62,17 @@ ROUTES = {
     ("delete", "/records"),
     ("post", "/records/drain"),
     ("post", "/records/ack"),
+    ("post", "/records/release"),
+    ("post", "/records/extend"),
     ("post", "/records/block"),
     ("post", "/records/sweep"),
     ("post", "/records/version"),
     ("post", "/records/flush"),
     ("get", "/records/stats"),
+    ("get", "/records/recent"),
+    ("get", "/records/forest"),
+    ("get", "/records/tokens"),
+    ("post", "/records/pieces"),
 }
 
 
@@ -77,9 +96,9 @@ def serve(
     return app
 
 
-def connect(app: FastAPI, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
+def connect(app: Any, host: str = "127.0.0.1", **options: Any) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(host, 1))
-    return httpx.AsyncClient(transport=transport, base_url="http://engine", **options)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000", **options)
 
 
 @pytest.fixture
@@ -104,10 +123,41 @@ def submit(recorder: Recorder, *prompts: list[int], key: RecordKey = KEY) -> Non
         )
 
 
-def records_of(response: httpx.Response) -> list[Record]:
+class Reply(NamedTuple):
+    """What a stream says."""
+
+    lease: str
+    pending: int
+    runs: list[Run]
+
+
+def read(response: httpx.Response) -> Reply:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == MEDIA_TYPE
-    return decode_records(response.content)
+    decoder = StreamDecoder()
+    decoder.feed(response.content)
+    return Reply(decoder.head.lease, decoder.head.pending, decoder.close())
+
+
+def records_of(response: httpx.Response) -> list[Record]:
+    return records_in(read(response).runs)
+
+
+def stored(recorder: Recorder) -> list[Record]:
+    return records_in(recorder.store.get(ALL))
+
+
+def stream_of(*records: Record) -> bytes:
+    """As a client sends them, whether or not they hang together."""
+    return encode_runs([_AnyRun(KEY, records)])
+
+
+class _AnyRun(Run):
+    """Holds what no run does: the same id twice."""
+
+    def __init__(self, key: RecordKey, records: Sequence[Record]) -> None:
+        super().__init__(key)
+        self._held = {str(number): record for number, record in enumerate(records)}
 
 
 # What the routes do
@@ -122,6 +172,11 @@ async def test_openapi_lists_every_route(client):
         assert MEDIA_TYPE in document["paths"][path][verb]["responses"]["200"]["content"]
     body = document["paths"]["/records"]["put"]["requestBody"]
     assert MEDIA_TYPE in body["content"]
+    body = document["paths"]["/records"]["patch"]["requestBody"]["content"]["application/json"]
+    assert body["schema"]["properties"].keys() >= {"key", "reward", "sample_ids"}
+    referred = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert referred <= document["components"]["schemas"].keys()
+    assert "$defs" not in json.dumps(document)
 
 
 async def test_records_are_listed_as_they_were_stored(client, recorder):
@@ -131,7 +186,7 @@ async def test_records_are_listed_as_they_were_stored(client, recorder):
         (None, [1]),
         (records[0].id, [2]),
     ]
-    assert records == recorder.store.get(ALL)
+    assert records == stored(recorder)
     assert records_of(await client.get("/records", params={"prefix": "70"})) == []
 
 
@@ -165,17 +220,19 @@ async def test_a_reward_is_written_after_what_has_finished_is_stored(client, rec
     response = await client.patch(
         "/records", json={"key": str(KEY), "reward": 0.5, "info": {"env": "math"}}
     )
-    assert response.json() == {"updated": 50}
-    assert {record.reward for record in recorder.store.get(ALL)} == {0.5}
+    assert response.json() == {"updated": 50, "unknown": []}
+    (run,) = recorder.store.get(ALL)
+    assert (run.reward, run.info) == (0.5, {"env": "math"})
 
 
 async def test_a_reward_by_record_id_and_by_token(client, recorder):
     submit(recorder, [1], [2])
     recorder.flush()
-    name = recorder.store.get(ALL)[1].id
-    body = {"key": str(KEY), "record_ids": [name], "token_level_reward": [0.0, 1.0]}
-    assert (await client.patch("/records", json=body)).json() == {"updated": 1}
-    untouched, rewarded = recorder.store.get(ALL)
+    name = stored(recorder)[1].id
+    body = {"key": str(KEY), "sample_ids": [name], "token_level_reward": [0.0, 1.0]}
+    reply = (await client.patch("/records", json=body)).json()
+    assert reply == {"updated": 1, "unknown": []}
+    untouched, rewarded = stored(recorder)
     assert untouched.token_level_reward is None
     assert rewarded.token_level_reward.tolist() == [0.0, 1.0]
     refused = await client.patch("/records", json={**body, "token_level_reward": [1.0]})
@@ -185,7 +242,7 @@ async def test_a_reward_by_record_id_and_by_token(client, recorder):
 
 async def test_a_reward_for_an_unknown_key_updates_nothing(client):
     response = await client.patch("/records", json={"key": "no/such/0", "reward": 1.0})
-    assert (response.status_code, response.json()) == (200, {"updated": 0})
+    assert (response.status_code, response.json()["updated"]) == (200, 0)
 
 
 async def test_a_misspelt_field_is_an_error(client):
@@ -216,19 +273,35 @@ async def test_records_put_are_the_records_got(client, recorder):
 async def test_a_put_that_does_not_hang_together_changes_nothing(client, recorder, records):
     submit(recorder, [1])
     recorder.flush()
-    before = recorder.store.get(ALL)
-    response = await client.put(
-        "/records", params={"key": str(KEY)}, content=encode_records(records)
-    )
+    before = stored(recorder)
+    response = await client.put("/records", params={"key": str(KEY)}, content=stream_of(*records))
     assert response.status_code in (400, 409), response.text
-    assert recorder.store.get(ALL) == before
+    assert stored(recorder) == before
+
+
+async def test_a_put_that_does_not_fit_the_budget_changes_nothing():
+    recorder = Recorder(MemoryStore(100_000))
+    submit(recorder, [1])
+    recorder.flush()
+    before = stored(recorder)
+    large = stream_of(root("large", tokens=50_000))
+    for body in (large, large[:-1], b""):
+        assert (await _put(recorder, body)).status_code == 400
+    assert "do not fit the budget of 100000" in (await _put(recorder, large)).json()["detail"]
+    assert stored(recorder) == before
+    recorder.close()
+
+
+async def _put(recorder: Recorder, body: bytes) -> httpx.Response:
+    async with connect(serve(recorder), headers=ADMIN) as client:
+        return await client.put("/records", params={"key": str(KEY)}, content=body)
 
 
 async def test_a_turn_does_not_continue_a_record_that_was_replaced(client, recorder):
     submit(recorder, [1])
     (old,) = records_of(await client.get("/records", params={"prefix": ""}))
-    edited = old.model_copy(update={"response_ids": np.array([5, 5], dtype=np.int32)})
-    await client.put("/records", params={"key": str(KEY)}, content=encode_records([edited]))
+    edited = old.replace(response_ids=[5, 5])
+    await client.put("/records", params={"key": str(KEY)}, content=stream_of(edited))
     submit(recorder, [1, 7, 8, 2])
     records = records_of(await client.get("/records", params={"prefix": ""}))
     assert [each.tokens.tolist() for each in assemble(records)] == [
@@ -237,26 +310,111 @@ async def test_a_turn_does_not_continue_a_record_that_was_replaced(client, recor
     ]
 
 
-async def test_a_put_body_is_let_go_of(client, recorder):
-    tensors = load(encode_records([root()]))
-    padded = tensors["json"].tobytes() + b" " * 10_000_000
-    blob = save({**tensors, "json": np.frombuffer(padded, dtype=np.uint8)})
-    response = await client.put("/records", params={"key": str(KEY)}, content=blob)
-    assert response.status_code == 200
-    (record,) = recorder.store.get(ALL)
-    kept: Any = record.prompt_ids
-    while isinstance(kept, np.ndarray):
-        kept = kept.base
-    assert len(kept.obj if isinstance(kept, memoryview) else kept) < 10_000
+async def test_a_body_that_is_too_large_is_refused_with_the_limit(client, recorder):
+    """Before it is read whole. E14."""
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield b'{"key": "7/sum/0", "info": {"a": "'
+        while sent < 100 * MAX_BODY_BYTES:
+            sent += 65_536
+            yield b"x" * 65_536
+
+    for method, path in (("PATCH", "/records"), ("POST", "/records/drain")):
+        sent = 0
+        refused = await client.request(method, path, content=endless(), headers=JSON)
+        assert refused.status_code == 413
+        assert str(MAX_BODY_BYTES) in refused.json()["detail"]
+        assert sent < 2 * MAX_BODY_BYTES
+
+
+async def test_a_drain_asked_again_with_its_lease_gives_the_same(client, recorder):
+    """S7."""
+    submit(recorder, [1], [2])
+    body = {"prefix": "7", "lease": "mine"}
+    first = await client.post("/records/drain", json=body)
+    submit(recorder, [3])
+    again = await client.post("/records/drain", json=body)
+    assert read(again)[::2] == read(first)[::2]
+    assert read(first).lease == "mine"
+    other = await client.post("/records/drain", json={"prefix": "", "lease": "mine"})
+    assert other.status_code == 404
+    assert (await client.post("/records/ack", json={"lease": "mine"})).json() == {"records": 2}
+    assert (await client.post("/records/drain", json=body)).status_code == 404
+    assert len(stored(recorder)) == 1
+
+
+async def test_a_released_lease_gives_its_records_back_at_once(client, recorder):
+    submit(recorder, [1])
+    drained = await client.post("/records/drain", json={"prefix": ""})
+    lease = {"lease": read(drained).lease}
+    extended = {**lease, "lease_s": 60}
+    assert (await client.post("/records/extend", json=extended)).status_code == 204
+    assert (await client.post("/records/release", json=lease)).json() == {"records": 1}
+    assert (await client.post("/records/release", json=lease)).json() == {"records": 0}
+    assert (await client.post("/records/extend", json=extended)).status_code == 404
+    assert stored(recorder) == records_of(drained)
+
+
+async def test_pages_cover_everything_once(client, recorder):
+    keys = [RecordKey("7", "sum", run) for run in range(10)]
+    for key in keys:
+        submit(recorder, [1, 2, 3], key=key)
+    found: list[RecordKey] = []
+    while True:
+        page = await client.post("/records/drain", json={"prefix": "7", "max_bytes": 4_000})
+        decoder = StreamDecoder()
+        decoder.feed(page.content)
+        found += [run.key for run in decoder.close()]
+        await client.post("/records/ack", json={"lease": decoder.head.lease})
+        if not decoder.head.more:
+            break
+    assert found == keys
+
+
+async def test_what_finished_is_counted_once(client, recorder):
+    """S5."""
+    for round_ in range(50):
+        submit(recorder, [round_], [round_, 1])
+        (reply,) = (await client.get("/records/keys", params={"prefix": ""})).json()
+        assert (reply["records"], reply["pending"]) == (2 * round_ + 2, 0)
+
+
+async def test_a_run_that_lost_a_turn_says_so(client, recorder):
+    """S1."""
+    submit(recorder, [1])
+    recorder.start(KEY).drop("error")
+    recorder.start(KEY).drop("empty")  # no token was sampled: nothing is missing
+    (reply,) = (await client.get("/records/keys", params={"prefix": ""})).json()
+    assert reply["missing"] == {"error": 1}
+    (run,) = read(await client.post("/records/drain", json={"prefix": ""})).runs
+    assert run.missing == {"error": 1}
+
+
+async def test_keys_come_in_pages(client, recorder):
+    keys = [RecordKey("7", "sum", run) for run in range(7)]
+    for key in keys[::2]:
+        submit(recorder, [1], key=key)
+    held = [recorder.start(key) for key in keys[1::2]]
+    found: list[str] = []
+    while True:
+        params = {"prefix": "", "limit": 2} | ({"after": found[-1]} if found else {})
+        page = (await client.get("/records/keys", params=params)).json()
+        found += [each["key"] for each in page]
+        if len(page) < 2:
+            break
+    assert found == [key.text for key in keys]
+    assert len(held) == 3
 
 
 async def test_a_drain_leases_and_an_acknowledgement_ends_it(client, recorder):
     submit(recorder, [1], [2])
     drained = await client.post("/records/drain", json={"prefix": "7"})
     assert len(records_of(drained)) == 2
-    assert drained.headers[PENDING_HEADER] == "0"
+    assert read(drained).pending == 0
     assert records_of(await client.post("/records/drain", json={"prefix": "7"})) == []
-    lease = drained.headers[LEASE_HEADER]
+    lease = read(drained).lease
     for expected in (2, 0):
         assert (await client.post("/records/ack", json={"lease": lease})).json() == {
             "records": expected
@@ -268,7 +426,7 @@ async def test_a_lease_that_ran_out_gives_the_records_back(client, recorder):
     submit(recorder, [1])
     drained = await client.post("/records/drain", json={"prefix": "", "lease_s": 0.05})
     await asyncio.sleep(0.1)
-    lease = drained.headers[LEASE_HEADER]
+    lease = read(drained).lease
     assert (await client.post("/records/ack", json={"lease": lease})).status_code == 404
     again = await client.post("/records/drain", json={"prefix": ""})
     assert records_of(again) == records_of(drained)
@@ -278,12 +436,12 @@ async def test_a_drain_waits_for_generations_in_flight(client, recorder):
     pending = recorder.start(KEY)
     other = recorder.start(RecordKey("70", "sum", 0))  # not under the prefix: not waited for
     turn = Turn(key=KEY, prompt_ids=[1], response_ids=[2], finish_reason=FinishReason.STOP)
-    threading.Timer(0.2, pending.finish, [turn]).start()
     start = time.monotonic()
+    threading.Timer(0.2, pending.finish, [turn]).start()
     drained = await client.post("/records/drain", json={"prefix": "7", "wait_s": 30})
     assert 0.2 <= time.monotonic() - start < 10
     assert len(records_of(drained)) == 1
-    assert drained.headers[PENDING_HEADER] == "0"
+    assert read(drained).pending == 0
     assert recorder.pending(KeyPrefix(str(other.key))) == 1
 
 
@@ -292,7 +450,7 @@ async def test_a_drain_that_has_waited_says_what_is_still_in_flight(client, reco
     submit(recorder, [1])
     drained = await client.post("/records/drain", json={"prefix": "7", "wait_s": 0.1})
     assert len(records_of(drained)) == 1
-    assert drained.headers[PENDING_HEADER] == str(len(held))
+    assert read(drained).pending == len(held)
 
 
 async def test_waiting_drains_do_not_hold_up_other_requests(client, recorder):
@@ -305,7 +463,7 @@ async def test_waiting_drains_do_not_hold_up_other_requests(client, recorder):
     start = time.monotonic()
     assert (await client.get("/records/stats")).status_code == 200
     assert time.monotonic() - start < 1
-    pending.drop("test")
+    pending.drop("rejected")
     assert {response.status_code for response in await asyncio.gather(*waiting)} == {200}
 
 
@@ -315,7 +473,7 @@ async def test_a_blocked_prefix_takes_no_more(client, recorder):
     submit(recorder, [2])
     assert (await client.post("/records/flush")).json() == {"flushed": True}
     assert recorder.stats().dropped == {"blocked": 1}
-    assert len(recorder.store.get(ALL)) == 1
+    assert len(stored(recorder)) == 1
 
 
 async def test_a_sweep_deletes_the_old(client, recorder):
@@ -337,6 +495,34 @@ async def test_a_version_is_handed_to_the_engine(recorder):
     assert versions == ["42"]
 
 
+@pytest.mark.parametrize("version", [7, 0, -1, 10**255])
+async def test_a_version_that_is_an_integer_is_taken_as_its_text(recorder, version):
+    """E7."""
+    versions = []
+
+    async def set_version(version: str) -> None:
+        versions.append(version)
+
+    async with connect(serve(recorder, set_version=set_version), headers=ADMIN) as client:
+        reply = await client.post("/records/version", json={"version": version})
+        assert reply.status_code == 204
+    assert versions == [str(version)]
+
+
+@pytest.mark.parametrize("version", ["true", "false", "7.0", "7e1", "null", "[7]", "1" * 257])
+async def test_a_version_that_is_no_text_and_no_integer_is_refused(recorder, version):
+    """E7."""
+
+    async def set_version(version: str) -> None:
+        raise AssertionError(version)
+
+    async with connect(serve(recorder, set_version=set_version), headers=ADMIN) as client:
+        body = f'{{"version": {version}}}'
+        reply = await client.post("/records/version", content=body, headers=JSON)
+        assert reply.status_code == 422
+        assert "version: " in reply.json()["detail"]
+
+
 async def test_an_engine_without_a_version_to_set_says_so(client):
     response = await client.post("/records/version", json={"version": "42"})
     assert response.status_code == 501
@@ -346,7 +532,7 @@ async def test_an_engine_without_a_version_to_set_says_so(client):
 async def test_stats_are_those_of_recorder_and_store(client, recorder):
     submit(recorder, [1], [1, 7, 8, 2])
     stats = (await client.get("/records/stats")).json()
-    assert stats["recorder"] == recorder.stats().model_dump()
+    assert stats["recorder"] == dataclasses.asdict(recorder.stats())
     assert stats["recorder"]["extended"] == 1
     assert stats["store"]["records"] == 2
 
@@ -367,12 +553,42 @@ async def test_a_bad_prefix_is_refused_with_the_reason(client, prefix):
 
 
 async def test_a_prefix_has_to_be_given(client):
+    """Or a whole key, which means that run alone; not both."""
+    both = "/records?prefix=7&key=7/sum/0"
     for verb in ("GET", "DELETE"):
-        assert (await client.request(verb, "/records")).status_code == 422
-    assert (await client.post("/records/drain", json={})).status_code == 422
+        for path in ("/records", both):
+            refused = await client.request(verb, path)
+            assert refused.status_code == 400
+            assert "give either key" in refused.json()["detail"]
+    for body in ({}, {"prefix": "7", "key": "7/sum/0"}):
+        assert (await client.post("/records/drain", json=body)).status_code == 422
+
+
+async def test_a_key_means_one_run_and_a_prefix_all_below_it(client, recorder):
+    longer = RecordKey.parse("7/sum/0/more/1")
+    submit(recorder, [1])
+    submit(recorder, [1], key=longer)
+    one = await client.get("/records", params={"key": "7/sum/0"})
+    assert [each.key for each in records_of(one)] == [KEY]
+    below = await client.get("/records", params={"prefix": "7/sum/0"})
+    assert [each.key for each in records_of(below)] == [KEY, longer]
+    assert (await client.delete("/records", params={"key": "7/sum/0"})).json() == {"records": 1}
+    assert [each.key for each in stored(recorder)] == [longer]
 
 
 # Who may use them
+
+
+async def test_two_authorization_headers_are_refused(recorder):
+    """E16."""
+    for guard in (None, "admin-key"):
+        for other in (b"admin-key", b"7/sum/0", b""):
+            pair = [(b"authorization", b"Bearer admin-key"), (b"authorization", b"Bearer " + other)]
+            for headers in (pair, pair[::-1]):
+                async with connect(serve(recorder, guard)) as client:
+                    response = await client.get("/records/stats", headers=headers)
+                assert response.status_code == 400
+                assert "send one" in response.json()["detail"]
 
 
 async def test_an_agents_key_is_no_right(recorder):
@@ -390,7 +606,7 @@ async def test_an_agents_key_is_no_right(recorder):
         body = {"key": str(KEY), "reward": 1.0}
         assert (await agent.patch("/records", json=body)).status_code == 401
     recorder.flush()
-    assert [record.reward for record in recorder.store.get(ALL)] == [None]
+    assert [record.reward for record in stored(recorder)] == [None]
 
 
 @pytest.mark.parametrize(
@@ -441,14 +657,130 @@ def test_an_empty_admin_key_is_refused():
 )
 async def test_without_an_admin_key_only_this_machine_is_served(recorder, host, status):
     async with connect(serve(recorder, None), host=host) as client:
-        # Nothing that a client can write into a request changes who it is.
-        spoofed = {"x-forwarded-for": "127.0.0.1", "host": "localhost"}
-        response = await client.get("/records/stats", headers=spoofed)
+        response = await client.get("/records/stats")
         assert response.status_code == status
+        assert status == 200 or "--recording-admin-key" in response.json()["detail"]
 
 
 async def test_a_unix_socket_is_this_machine(recorder):
     assert await _raw_status(serve(recorder, None), client=None, body=[b"{}"]) == 422
+
+
+@pytest.mark.parametrize("peer", ["10.0.0.1", "127.0.0.1"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        *["x-forwarded-for", "x-forwarded-proto", "X-Original-Forwarded-For", "Forwarded", "Via"],
+        *["X-Real-IP", "CF-Connecting-IP", "True-Client-IP", "X-Client-IP"],
+    ],
+)
+async def test_without_an_admin_key_what_a_proxy_passed_on_is_refused(recorder, peer, header):
+    """Also where the server takes the proxy's word for the peer's address. E1."""
+    app = ProxyHeadersMiddleware(serve(recorder, None), trusted_hosts="*")
+    async with connect(app, host=peer) as client:
+        response = await client.get("/records/stats", headers={header: "127.0.0.1"})
+        assert response.status_code == 403
+        assert f"it carries '{header.lower()}'" in response.json()["detail"]
+    async with connect(serve(recorder), host=peer, headers=ADMIN) as client:
+        response = await client.get("/records/stats", headers={header: "127.0.0.1"})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *["localhost", "LocalHost:8000", "127.0.0.1", "127.9.9.9:80", "[::1]", "[::1]:65535"],
+        "[::ffff:127.0.0.1]:1",
+    ],
+)
+async def test_without_an_admin_key_this_machine_is_asked_by_its_own_names(recorder, host):
+    async with connect(serve(recorder, None)) as client:
+        assert (await client.get("/records/stats", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *["", "evil.example", "evil.example:8000", "10.0.0.1:8000", "0.0.0.0", "[::]", "[2001::1]"],
+        *["localhost.evil.example", "127.0.0.1.evil.example", "evil.example#localhost"],
+        *["localhost:8000@evil.example", "evil.example@localhost", "localhost, evil.example"],
+        *["127.1", "2130706433", "localhost:", "localhost:8000:1", " localhost", "x" * 5_000],
+    ],
+)
+async def test_without_an_admin_key_a_name_that_was_made_to_mean_this_machine_is_refused(
+    recorder, host
+):
+    """As a page does that points its own name at 127.0.0.1. E2."""
+    async with connect(serve(recorder, None)) as client:
+        response = await client.get("/records/stats", headers={"host": host})
+        assert response.status_code == 403
+        assert "ask localhost or 127.0.0.1" in response.json()["detail"]
+        assert len(response.text) < 500
+    async with connect(serve(recorder), headers=ADMIN) as client:
+        assert (await client.get("/records/stats", headers={"host": host})).status_code == 200
+
+
+async def test_without_an_admin_key_two_hosts_or_none_are_refused(recorder):
+    """E2."""
+    for headers in ([], [(b"host", b"localhost")] * 2):
+        status = await _raw_status(serve(recorder, None), body=[b"{}"], headers=headers)
+        assert status == 403
+
+
+OWN_PAGE = {"host": "localhost:8000", "origin": "http://localhost:8000"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (OWN_PAGE, 200),
+        (OWN_PAGE | {"origin": "https://LOCALHOST:8000", "sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        (OWN_PAGE | {"origin": "https://evil.example"}, 403),
+        (OWN_PAGE | {"origin": "null"}, 403),
+        (OWN_PAGE | {"origin": ""}, 403),
+        (OWN_PAGE | {"origin": "http://localhost:3000"}, 403),
+        (OWN_PAGE | {"origin": "http://127.0.0.1:8000"}, 403),
+        (OWN_PAGE | {"origin": "http://localhost:8000.evil.example"}, 403),
+        (OWN_PAGE | {"origin": "file://localhost:8000"}, 403),
+        (OWN_PAGE | {"sec-fetch-site": "same-site"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": ""}, 403),
+    ],
+)
+async def test_without_an_admin_key_another_sites_page_neither_reads_nor_deletes(
+    recorder, headers, status
+):
+    """Nor is it told by a preflight that it may. E2."""
+    submit(recorder, [1])
+    app = PreflightGuard(
+        CORSMiddleware(
+            serve(recorder, None), allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
+        ),
+        AdminGuard(None),
+    )
+    async with connect(app) as client:
+        asked = headers | {"access-control-request-method": "DELETE"}
+        if "origin" in headers:
+            assert (await client.options("/records", headers=asked)).status_code == status
+            assert (await client.options("/v1/models", headers=asked)).status_code == 200
+        listed = await client.get("/records/keys", params={"prefix": ""}, headers=headers)
+        deleted = await client.delete("/records", params={"prefix": ""}, headers=headers)
+        assert (listed.status_code, deleted.status_code) == (status, status)
+        assert status == 200 or "web page from" in deleted.json()["detail"]
+    assert len(stored(recorder)) == (0 if status == 200 else 1)
+
+
+async def test_a_page_that_holds_the_admin_key_is_let_in_by_the_key(recorder):
+    """From where it comes is between the browser and the engine's own rules. E2."""
+    guard = AdminGuard("admin-key")
+    app = PreflightGuard(CORSMiddleware(serve(recorder), allow_origins=["*"]), guard)
+    page = {"origin": "https://viewer.example", "sec-fetch-site": "cross-site"}
+    async with connect(app, host="10.0.0.1", headers=page) as client:
+        asked = {"access-control-request-method": "GET"}
+        assert (await client.options("/records/stats", headers=asked)).status_code == 200
+        assert (await client.get("/records/stats")).status_code == 401
+        assert (await client.get("/records/stats", headers=ADMIN)).status_code == 200
 
 
 async def test_a_body_is_not_read_before_the_key_is_checked(recorder):
@@ -471,6 +803,7 @@ async def _raw_status(
     body: Any,
     token: bytes = b"",
     client: tuple[str, int] | None = ("127.0.0.1", 1),
+    headers: Sequence[tuple[bytes, bytes]] = ((b"host", b"localhost"),),
 ) -> int:
     chunks = body if hasattr(body, "__anext__") else None
     sent: list[Any] = []
@@ -489,6 +822,7 @@ async def _raw_status(
         "path": path,
         "query_string": b"prefix=&key=7/sum/0",
         "headers": [
+            *headers,
             (b"content-type", b"application/json"),
             (b"content-length", b"1000000000000"),
             (b"authorization", b"Bearer " + token),
@@ -504,6 +838,44 @@ async def _raw_status(
 
 
 # Hostile bodies
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "body", "status"),
+    [
+        ("PATCH", "/records", b'{"key": "7/sum/0", "info": {"a": "' + b"x" * 1_000_000, 422),
+        ("PATCH", "/records", b'{"key": "' + b"x" * 1_000_000 + b'"}', 422),
+        ("PATCH", "/records", b'{"sample_ids": [' + b"0," * 100_000 + b"0]}", 422),
+        ("PATCH", "/records", b'{"info": ' + b"[" * 100_000, None),
+        ("PATCH", "/records", b'{"key": "7/sum/0", "\xff\xfe": 1}', None),
+        ("PUT", "/records?key=7/sum/0", b"x" * 1_000_000, 400),
+        ("PUT", "/records?key=nonsense", stream_of(root()), 400),
+        ("GET", "/records?prefix=a//b", b"", 400),
+        ("POST", "/records/ack", b'{"lease": "' + b"x" * 1_000_000 + b'"}', 404),
+        ("POST", "/records/version", b'{"version": "7"}', 501),
+    ],
+)
+async def test_a_refusal_tells_the_engine_nothing_and_the_client_little(
+    recorder, verb, path, body, status
+):
+    """An engine's own handlers may log what an error is chained to. E13."""
+    app = serve(recorder)
+    seen: list[Exception] = []
+
+    async def log(request: Request, error: Exception) -> Response:
+        seen.append(error)
+        return Response(status_code=500)
+
+    for kind in (HTTPException, RequestValidationError, ValueError, TypeError, Exception):
+        app.add_exception_handler(kind, log)
+    async with connect(app) as client:
+        for key, expected in ((b"Bearer wrong", 401), (ADMIN["authorization"], status)):
+            headers = JSON | {"authorization": key}
+            reply = await client.request(verb, path, content=body, headers=headers)
+            assert reply.status_code == expected or (expected is None and reply.status_code < 500)
+            assert len(reply.json()["detail"]) <= 2_000
+    assert seen == []
+
 
 _LEAVES: list[Callable[[random.Random], Any]] = [
     lambda _: None,
@@ -550,7 +922,7 @@ def _value(rng: random.Random, depth: int = 3) -> Any:
 _BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("PATCH", "/records", {"key": "7/sum/0", "reward": 1.0}),
     ("PATCH", "/records", {"key": "7/sum/0", "info": {"env": "math"}}),
-    ("PATCH", "/records", {"key": "7/sum/0", "record_ids": ["a"], "token_level_reward": [1.0] * 3}),
+    ("PATCH", "/records", {"key": "7/sum/0", "sample_ids": ["a"], "token_level_reward": [1.0] * 3}),
     ("POST", "/records/drain", {"prefix": "8", "wait_s": 0.0, "lease_s": 60.0}),
     ("POST", "/records/ack", {"lease": "x"}),
     ("POST", "/records/block", {"prefix": "nothing"}),
@@ -580,7 +952,7 @@ def _hostile_json(rng: random.Random) -> tuple[str, str, bytes]:
 
 def _hostile_blob(rng: random.Random) -> bytes:
     first = root("a", reward=0.5, info={"env": "math"}, response_text="text")
-    good = encode_records([first, child(first, "b")])
+    good = stream_of(first, child(first, "b"))
     kind = rng.random()
     if kind < 0.15:
         return rng.randbytes(rng.randrange(200))
@@ -591,14 +963,20 @@ def _hostile_blob(rng: random.Random) -> bytes:
         for _ in range(rng.randrange(1, 4)):
             broken[rng.randrange(len(broken))] = rng.randrange(256)
         return bytes(broken)
-    tensors = load(good)
-    document = json.loads(tensors["json"].tobytes())
-    item: Any = rng.choice(document["items"])
-    names = [*Record.model_fields, "unknown", "\ud800"]
+    frames = []
+    position = len(MAGIC)
+    while position < len(good):
+        end = position + 4 + int.from_bytes(good[position : position + 4], "little")
+        frames.append(msgspec.msgpack.decode(good[position + 4 : end]))
+        position = end
+    # A value of another kind in a field: what MessagePack can hold at all.
+    values = [None, True, 0, -1, 2**63, 0.5, float("nan"), "", "7/sum/0", "x" * 2000, [], [1], {}]
+    names = [each.name for each in msgspec.structs.fields(Record)]
+    item = rng.choice(frames[1]["runs"][0]["records"])
     for _ in range(rng.randrange(1, 3)):
-        item[rng.choice(names)] = _value(rng)
-    text = _json(document).encode(errors="surrogatepass")
-    return save({**tensors, "json": np.frombuffer(text, dtype=np.uint8)})
+        item[rng.choice([*names, "unknown"])] = rng.choice(values)
+    bodies = [msgspec.msgpack.encode(frame) for frame in frames]
+    return MAGIC + b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
 
 
 async def test_hostile_bodies_cause_no_server_error_and_poison_nothing(recorder):
@@ -628,7 +1006,7 @@ async def test_hostile_bodies_cause_no_server_error_and_poison_nothing(recorder)
             statuses[response.status_code] += 1
             assert response.status_code < 500, (verb, path, body, response.text)
             changed = verb in ("PUT", "PATCH") and response.status_code == 200
-            taken_in[verb] += changed and response.json() != {"updated": 0}
+            taken_in[verb] += changed and response.json().get("updated") != 0
             if changed or number % 50 == 0:
                 await _drains(client)
                 submit(recorder, [1], [1, 7, 8, 2])
@@ -647,9 +1025,8 @@ async def _drains(client: httpx.AsyncClient, info: dict[str, Any] | None = None)
     drained = await client.post("/records/drain", json={"prefix": "7"})
     records = records_of(drained)
     assert len(json.loads(shown.text, parse_constant=pytest.fail)) == len(assemble(records))
-    assert encode_records(records) == drained.content
-    assert info is None or [record.info for record in records] == [info]
-    ack = await client.post("/records/ack", json={"lease": drained.headers[LEASE_HEADER]})
+    assert info is None or [run.info for run in read(drained).runs] == [info]
+    ack = await client.post("/records/ack", json={"lease": read(drained).lease})
     assert ack.json() == {"records": len(records)}
 
 
@@ -706,22 +1083,25 @@ def test_metrics_expose_the_counters(recorder):
     in_flight = recorder.start(KEY)
     recorder.flush()
     samples = _samples(recorder)
-    assert samples == {
+    counted = {name: value for name, value in samples.items() if value and "_seconds" not in name}
+    assert counted == {
         "recorder_started_total": 7,
         "recorder_extended_total": 1,
         "recorder_roots_total": 4,
         "recorder_prefix_breaks_total": 1,
-        "recorder_superseded_total": 0,
-        "recorder_errors_total": 0,
         "recorder_dropped_total empty": 1,
         "recorder_flagged_total logprobs_missing": 1,
         "recorder_unkeyed_total not_a_key": 1,
         "recorder_pending": 1,
+        "recorder_store_runs": 1,
         "recorder_store_records": 5,
         "recorder_store_bytes": recorder.store.stats().bytes,
+        "recorder_store_max_bytes": recorder.store.stats().max_bytes,
         "recorder_store_fates_total stored": 5,
     }
-    in_flight.drop("test")
+    for name in ("superseded_total", "errors_total", "store_leases", "store_leased_records"):
+        assert samples[f"recorder_{name}"] == 0
+    in_flight.drop("rejected")
 
 
 def test_metrics_outlive_a_closed_store(recorder):

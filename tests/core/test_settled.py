@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from recorder_core import FinishReason, KeyPrefix, MemoryStore, Record, RecordKey, Turn
-from recorder_core.recorder import Outcome, Recorder
+from recorder_core import FinishReason, MemoryStore, Record, RecordKey, Turn
+from recorder_core.exchange import Exchange
+from recorder_core.intake import Outcome
+from recorder_core.recorder import Recorder
+from recorder_core.records import RETRY_UNCLEAR
 from recorder_core.stores import AddOutcome
 
 KEY = RecordKey("7", "sum", 0)
@@ -19,7 +22,7 @@ def turn(response: list[int]) -> Turn:
 
 
 class BrokenStore(MemoryStore):
-    def add(self, record: Record) -> AddOutcome:
+    def add(self, record: Record, epoch: int | None = None) -> AddOutcome:
         raise OSError("the disk is gone")
 
 
@@ -35,7 +38,7 @@ class Told:
 
     def __call__(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        self.stored.append(len(self._recorder.store.get(KeyPrefix())))
+        self.stored.append(self._recorder.store.stats().records)
         self.threads.append(threading.current_thread().name)
         self._event.set()
 
@@ -96,3 +99,20 @@ def test_a_caller_that_fails_when_told_costs_nothing_but_a_count(recorder: Recor
     recorder.start(KEY).finish(turn([4]))
     recorder.flush()
     assert (recorder.stats().recorded, recorder.stats().errors) == (2, 1)
+
+
+def test_a_flag_that_comes_after_a_reward_is_kept_with_it(recorder: Recorder) -> None:
+    """A reward by record puts another record into the store."""
+    recorder.submit(turn([3]))
+    exchange = Exchange()
+    retried = turn([4])
+    retried.id, retried.attempt, retried.exchange = "again", 1, exchange
+    recorder.submit(retried)
+    store = recorder.store
+    recorder.after(lambda: store.update(KEY, sample_ids=[retried.id], reward=1.0)).result(10)
+    exchange.delivered = True
+    recorder.flush()
+    (run,) = store.get(KEY)
+    record = run.records[retried.id]
+    assert (record.reward, record.delivered, record.flags) == (1.0, True, (RETRY_UNCLEAR,))
+    assert recorder.stats().flagged == {RETRY_UNCLEAR: 1}

@@ -16,15 +16,16 @@ from recorder_core import (
     FinishReason,
     Forest,
     MultiModalItem,
-    ParentIndex,
     Record,
     RecordKey,
     RoutedExperts,
     VersionSpan,
     assemble,
-    encode_records,
+    encode_runs,
 )
 from recorder_core.errors import MissingParentError, RecorderError
+from recorder_core.paths import Paths
+from recorder_core.runs import merged_by_key
 from tests.core.builders import KEY, Recording, ids, record
 
 BOS, STOP = 1, 2
@@ -192,8 +193,8 @@ def test_a_shared_turn_is_trained_in_the_earliest_trajectory_only() -> None:
 def test_a_record_from_another_server_joins_its_trajectory() -> None:
     first, second, third = Recording(name="x"), Recording(name="y"), Recording(name="z")
     first.turn([10], [20], finished_at=1)
-    second.turn([10, 20, 30], [40], finished_at=2)
-    third.turn([10, 20, 30, 40, 50], [60], finished_at=3)
+    second.turn([10, 20, 30], [40], created_at=1, finished_at=2)
+    third.turn([10, 20, 30, 40, 50], [60], created_at=2, finished_at=3)
     [experience] = assemble(third.records + first.records + second.records)
     assert experience.tokens.tolist() == [10, 20, 30, 40, 50, 60]
     assert experience.action_mask.tolist() == [True, False, True, False, True]
@@ -243,7 +244,7 @@ def test_links_that_no_recorder_makes_are_refused(forged: list[Record]) -> None:
 
 def test_a_retry_by_header_supersedes_the_first_attempt() -> None:  # A8
     recording = Recording()
-    recording.turn([10], [20], attempt=0)
+    recording.turn([10], [20], attempt=0, delivered=False)
     recording.turn([10], [21], attempt=1)
     assert recording.superseded == ["0"]
     assert paths(assemble(recording.records)) == [[10, 21]]
@@ -263,7 +264,7 @@ def test_a_twin_after_an_answer_that_broke_off_supersedes_it(end: str) -> None: 
 def test_each_retry_in_a_chain_supersedes_the_one_before() -> None:  # A8
     recording = Recording()
     recording.turn([10], [20], attempt=0, finish_reason="abort")
-    recording.turn([10], [21], attempt=1)
+    recording.turn([10], [21], attempt=1, delivered=False)
     recording.turn([10], [22], attempt=4)
     assert recording.superseded == ["0", "1"]
     assert paths(assemble(recording.records)) == [[10, 22]]
@@ -271,30 +272,56 @@ def test_each_retry_in_a_chain_supersedes_the_one_before() -> None:  # A8
 
 def test_a_retry_in_the_same_instant_is_the_one_that_counts() -> None:  # A8
     retry = record(id="a", response_ids=[20], attempt=1, finished_at=1)
-    first = record(id="b", response_ids=[21], attempt=0, finished_at=2)
+    first = record(id="b", response_ids=[21], attempt=0, finished_at=2, delivered=False)
     assert [each.id for each in Forest([first, retry]).superseded] == ["b"]
 
 
 def test_an_absurd_retry_count_costs_no_time() -> None:
     recording = Recording()
-    recording.turn([10], [20])
+    recording.turn([10], [20], delivered=False)
     recording.turn([10], [21], attempt=10**15)
     assert recording.superseded == ["0"]
 
 
 def test_a_retry_supersedes_one_sibling_only() -> None:  # A8
     recording = Recording()
-    recording.turn([10], [20])
-    recording.turn([10], [21])
+    recording.turn([10], [20], delivered=False)
+    recording.turn([10], [21], delivered=False, created_at=0)
     recording.turn([10], [22], attempt=1)
-    assert len(recording.superseded) == 1
-    assert paths(assemble(recording.records)) == [[10, 20], [10, 22]]
+    assert recording.superseded == ["0"]
+    assert paths(assemble(recording.records)) == [[10, 21], [10, 22]]
+
+
+def test_an_answer_that_was_sent_to_its_end_is_superseded_by_no_retry_count() -> None:
+    """An agent that counts 0, 1, 2, 3 un-trains nothing. M1."""
+    recording = Recording()
+    for attempt in range(4):
+        recording.turn([10], [20 + attempt], attempt=attempt, delivered=True)
+    assert recording.paths.replaced() == (set(), set())
+    assert len(assemble(recording.records)) == 4
+
+
+def test_where_delivery_is_not_known_a_retry_and_the_earlier_answer_are_both_kept() -> None:
+    """M1."""
+    recording = Recording()
+    recording.turn([10], [20])
+    recording.turn([10], [21], attempt=1)
+    assert recording.paths.replaced() == (set(), {"1"})
+    assert len(assemble(recording.records)) == 2
+
+
+def test_an_answer_that_was_finished_and_not_delivered_is_superseded_by_a_later_one() -> None:
+    """M1."""
+    recording = Recording()
+    recording.turn([10], [20], delivered=False)
+    recording.turn([10], [21], delivered=True)
+    assert recording.superseded == ["0"]
 
 
 def test_each_sample_of_a_retried_request_supersedes_its_own_twin() -> None:  # A8, n > 1
     recording = Recording()
-    recording.turn([10], [20], sample_index=0)
-    recording.turn([10], [21], sample_index=1)
+    recording.turn([10], [20], sample_index=0, delivered=False)
+    recording.turn([10], [21], sample_index=1, delivered=False)
     recording.turn([10], [22], sample_index=1, attempt=1)
     assert recording.superseded == ["1"]
     recording.turn([10], [23], sample_index=0, attempt=1)
@@ -468,11 +495,11 @@ def test_rows_after_a_hole_are_kept_whole() -> None:  # R4
 # Cost
 
 
-def insert_seconds(index: ParentIndex, prompt: list[int], made: Record) -> float:
+def insert_seconds(paths: Paths, prompt: list[int], made: Record) -> float:
     """CPU time to place and add a record."""
     prompt_ids, response_ids = ids(prompt), made.response_ids
     started = time.thread_time()
-    index.add(made, index.place(prompt_ids, response_ids))
+    paths.add(made, paths.place(prompt_ids, response_ids))
     return time.thread_time() - started
 
 
@@ -483,7 +510,7 @@ def branch(number: int) -> tuple[list[int], Record]:
 
 
 def test_an_insert_among_ten_thousand_branches_costs_as_much_as_an_early_one() -> None:
-    many = ParentIndex()
+    many = Paths()
     for number in range(10_000):
         insert_seconds(many, *branch(number))
 
@@ -491,7 +518,7 @@ def test_an_insert_among_ten_thousand_branches_costs_as_much_as_an_early_one() -
         few, late = [], []
         gc.disable()
         for number in range(10_000, 10_200):
-            one = ParentIndex()
+            one = Paths()
             insert_seconds(one, *branch(0))
             few.append(insert_seconds(one, *branch(number)))
             late.append(insert_seconds(many, *branch(number)))
@@ -513,7 +540,7 @@ def long_trajectory(turns: int) -> list[Record]:
 def test_a_hundred_turns_cost_their_final_length() -> None:
     records = long_trajectory(100)
     # Per token: 4 bytes of id, and 4 of logprob for the half that was sampled.
-    assert len(encode_records(records)) < 100_000 * 6 + 100 * 1000
+    assert len(encode_runs(merged_by_key(records))) < 100_000 * 6 + 100 * 1000
     assert sum(each.nbytes for each in records) < 100_000 * 6 + 100 * 8192
 
     def peak(given: list[Record]) -> int:

@@ -18,6 +18,7 @@ from examples.sglang_server import SGLangServer
 from recorder_core import FinishReason, Record
 from recorder_core.client import RecordClient
 from tests.models import round_trip_ids, tiny_qwen3
+from tests.records import whole_prompts
 from tests.sglang.apis import (
     PROMPT,
     PROMPT_IDS,
@@ -80,7 +81,8 @@ def test_a_record_holds_the_ids_and_logprobs_that_the_reply_shows(
     assert len(records) == len(outputs) == n
     for record, output in zip(records, outputs, strict=True):
         assert_recorded(record, output)
-        assert record.prompt_text == PROMPT
+    # One of them holds the prompt that they share.
+    assert [record.prompt_text for record in records if record.base is None] == [PROMPT]
     assert len({record.request_id for record in records}) == 1
     assert records[0].request_id == outputs[0]["meta_info"]["id"]
 
@@ -153,6 +155,7 @@ def test_chats_and_completions_are_recorded(
 
         records = by_sample(record_client.get(key))
         assert [record.response_text for record in records] == texts
+        prompts = whole_prompts(records)
         for record, values in zip(records, logprobs, strict=True):
             shown = iter(record.logprobs.tolist())
             # Streamed, some releases leave out those of chunks without text.
@@ -162,7 +165,7 @@ def test_chats_and_completions_are_recorded(
             [twin] = generate(
                 recording_server,
                 fresh_key(),
-                input_ids=[*record.prompt_ids.tolist(), *record.response_ids.tolist()],
+                input_ids=[*prompts[record.id], *record.response_ids.tolist()],
                 max_new_tokens=1,
                 **GREEDY,
             )
@@ -265,7 +268,8 @@ def test_each_prompt_of_a_batch_is_a_record_in_the_order_of_the_reply(
         recording_server, key, input_ids=prompts, return_logprob=True, n=2, max_new_tokens=5
     )
     records = by_sample(record_client.get(key))
-    assert [record.prompt_ids.tolist() for record in records] == [
+    whole = whole_prompts(records)
+    assert [whole[record.id] for record in records] == [
         prompt for prompt in prompts for _ in range(2)
     ]
     for record, output in zip(records, outputs, strict=True):

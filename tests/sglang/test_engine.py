@@ -14,10 +14,10 @@ import sglang
 
 import sglang_recorder
 from examples.sglang_server import SGLangServer
-from recorder_core import FinishReason, KeyPrefix, Record, Recorder
+from recorder_core import FinishReason, Record, Recorder
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions
-from sglang_recorder import hook, server
+from sglang_recorder import generation, hook, hook_points, sampling, server
 from tests.models import tiny_qwen3
 from tests.sglang.apis import assert_recorded, by_sample, only
 from tests.sglang.conftest import PACED
@@ -64,11 +64,11 @@ def recorder(engine: Any) -> Iterator[Recorder]:
 
 def records_of(recorder: Recorder, prefix: str) -> list[Record]:
     assert recorder.flush(10)
-    return recorder.store.get(KeyPrefix(prefix))
+    return recorder.get(prefix)
 
 
 def test_generations_in_a_block_are_recorded_under_its_key(engine: Any, recorder: Recorder) -> None:
-    assert sglang_recorder.install(engine) is recorder
+    assert sglang_recorder.install(engine).recorder is recorder.recorder
     with sglang_recorder.record_key("1/block/0"):
         outputs = engine.generate(PROMPTS, FIELDS, return_logprob=True)
         with sglang_recorder.skip_recording():
@@ -112,21 +112,21 @@ def test_a_retracted_generation_is_recorded_once_and_whole(engine: Any, recorder
 
 def test_after_uninstall_nothing_is_recorded(engine: Any, recorder: Recorder) -> None:
     sglang_recorder.uninstall(engine)
-    before = recorder.stats()
+    before = recorder.stats().recorder
     with sglang_recorder.record_key("4/off/0"):
         [output] = engine.generate(PROMPTS[:1], FIELDS)
     assert len(output["output_ids"]) == 8
-    assert recorder.stats() == before
+    assert recorder.stats().recorder == before
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (hook.Hook, "_append"),
-        (hook.Recording, "turn"),
+        (generation.Generation, "extend"),
+        (generation.Generation, "turn"),
         (hook.Hook, "_start"),
         (hook, "_refusal"),
-        (hook, "_sampling"),
+        (sampling.Sampler, "draws"),
     ],
 )
 def test_a_fault_in_the_hook_costs_records_and_no_reply(
@@ -136,13 +136,13 @@ def test_a_fault_in_the_hook_costs_records_and_no_reply(
         raise RuntimeError("a fault of the recorder")
 
     expected = [output["output_ids"] for output in engine.generate(PROMPTS, FIELDS)]
-    before = recorder.stats()
+    before = recorder.stats().recorder
     with monkeypatch.context() as patch, sglang_recorder.record_key("5/fault/0"):
         patch.setattr(owner, name, fail)
         outputs = engine.generate(PROMPTS, FIELDS)
     assert [output["output_ids"] for output in outputs] == expected
     assert records_of(recorder, "5") == []
-    after = recorder.stats()
+    after = recorder.stats().recorder
     assert after.errors == before.errors + 3
     assert after.pending == 0
     assert after.started - before.started == sum(after.dropped.values()) - sum(
@@ -156,21 +156,21 @@ def test_a_fault_in_the_hook_costs_records_and_no_reply(
 def test_logprobs_of_other_tokens_are_flagged_and_not_kept(
     engine: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = hook.Hook._append
+    extend = generation.Generation.extend_logprobs
 
-    def append_another(self: Any, recording: Any, batch: Any, i: int) -> None:
-        append(self, recording, batch, i)
-        recording.logprob_ids[-1] += 1
+    def extend_by_another(self: Any, values: Any, ids: Any) -> None:
+        extend(self, values, ids)
+        self.logprob_ids[-1] += 1
 
-    before = recorder.stats().flagged.get("logprobs_length_mismatch", 0)
+    before = recorder.stats().recorder.flagged.get("logprobs_length_mismatch", 0)
     with monkeypatch.context() as patch, sglang_recorder.record_key("8/other/0"):
-        patch.setattr(hook.Hook, "_append", append_another)
+        patch.setattr(generation.Generation, "extend_logprobs", extend_by_another)
         output = engine.generate(PROMPTS[0], FIELDS)
     record = only(records_of(recorder, "8"))
     assert record.response_ids.tolist() == output["output_ids"]
     assert record.logprobs is None
     assert record.flags == ("logprobs_length_mismatch",)
-    assert recorder.stats().flagged["logprobs_length_mismatch"] == before + 1
+    assert recorder.stats().recorder.flagged["logprobs_length_mismatch"] == before + 1
 
 
 def test_an_abort_of_a_running_generation_keeps_its_tokens(engine: Any, recorder: Recorder) -> None:
@@ -203,13 +203,18 @@ def test_a_generation_that_yields_no_record_fails_the_check_at_start(
     engine: Any, recorder: Recorder, plain_server: SGLangServer
 ) -> None:
     # The check asks a server that records nothing.
-    arguments = SimpleNamespace(url=lambda: plain_server.base_url, api_key=None, ssl_certfile=None)
-    installed = hook.install(engine)
-    before = recorder.stats()
+    arguments = SimpleNamespace(
+        url=lambda: plain_server.base_url,
+        api_key=None,
+        ssl_certfile=None,
+        disaggregation_mode="null",
+    )
+    installed = hook_points.install(engine)
+    before = recorder.stats().recorder
     with pytest.raises(UnsupportedEngineError, match=r"answered with the tokens \[.+\].* \[\]"):
         server._check(installed, arguments)
     assert installed.probe is None
-    assert recorder.stats() == before
+    assert recorder.stats().recorder == before
 
 
 def test_what_is_no_engine_is_refused() -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 
+from recorder_core.engines import support
 from recorder_core.errors import UnsupportedEngineError
-from sglang_recorder import compat, hook, plugin
+from sglang_recorder import compat, hook_points, plugin
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 MODEL = ["--model-path", str(tiny_qwen3()), "--device", "cpu"]
@@ -61,16 +63,39 @@ def test_servers_chosen_by_the_environment_are_refused(
         understood(*RECORDING)
 
 
-@pytest.mark.parametrize("version", ["0.5.10", "0.5.24", "0.6.0", "dev"])
-def test_other_releases_are_refused_with_the_range(
-    monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+@pytest.mark.parametrize("version", ["0.4.9", "0.5.10", "dev"])
+def test_other_releases_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(sglang, "__version__", version)
-    with pytest.raises(SystemExit, match=rf"{version}.*(0\.5\.11, <0\.5\.24|is none)"):
+    with pytest.raises(SystemExit, match=rf"{version}.*(wants 0\.5\.11 or newer|is none)"):
         understood(*RECORDING)
 
 
-def test_this_release_is_within_the_range(engine_version: Version) -> None:
+def test_a_newer_release_is_taken_and_that_it_is_untested_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # SGLang takes all handlers off the root.
+    monkeypatch.setattr(support.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(sglang, "__version__", "0.99.0")
+    assert understood(*RECORDING)
+    assert "SGLang 0.99.0 is newer than this sglang-recorder is tested with" in caplog.text
+
+
+def test_an_untested_release_is_not_started_without_the_check_that_it_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_recorder import server
+
+    def launch(server_args: Any, tokenizer_manager: Any, execute_warmup_func: Any) -> None: ...
+
+    monkeypatch.setattr(server, "mount", lambda *_: None)
+    args = SimpleNamespace(skip_server_warmup=True)
+    server.attach(plugin.options, launch, args, None, None)
+    monkeypatch.setattr(sglang, "__version__", "0.99.0")
+    with pytest.raises(UnsupportedEngineError, match="untested: leave it out"):
+        server.attach(plugin.options, launch, args, None, None)
+
+
+def test_this_release_is_taken(engine_version: Version) -> None:
     assert compat.SUPPORT.check_version(sglang.__version__) == engine_version
 
 
@@ -88,14 +113,16 @@ def test_a_hook_that_sglang_did_not_apply_stops_the_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(TokenizerManager, "_handle_abort_req", other)
     with pytest.raises(SystemExit, match=r"did not hook .*_handle_abort_req.*SGLANG_PLUGINS"):
         understood(*RECORDING)
-    HookRegistry._hooks[f"{hook._MANAGER}._handle_abort_req"].pop()
+    HookRegistry._hooks[f"{hook_points._MANAGER}._handle_abort_req"].pop()
 
 
 def test_the_flags_are_those_of_the_other_engines(tmp_path: Path) -> None:
-    understood(*RECORDING, "--recording-max-bytes", "8GiB", "--recording-admin-key", "secret")
+    understood(
+        *RECORDING, "--recording-max-bytes", "8GiB", "--recording-admin-key", "of-the-operator"
+    )
     assert (plugin.options.enabled, plugin.options.max_bytes) == (True, 8 * 1024**3)
-    assert (plugin.options.admin_key, plugin.options.aborted) == ("secret", "keep")
-    assert "secret" not in repr(plugin.options)
+    assert (plugin.options.admin_key, plugin.options.aborted) == ("of-the-operator", "keep")
+    assert "of-the-operator" not in repr(plugin.options)
     config = tmp_path / "config.yaml"
     config.write_text("enable-recording: true\nrecording-aborted: drop\n")
     understood(*MODEL, "--config", str(config))
@@ -153,4 +180,4 @@ def test_the_tables_say_what_is_supported() -> None:
 
 def test_no_engine_is_refused() -> None:
     with pytest.raises(UnsupportedEngineError, match="no tokenizer manager"):
-        hook.install(object())
+        hook_points.install(object())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import re
@@ -72,9 +73,10 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # SGLang merges the chunks of a stream when its consumer lags, and older releases then may repeat
 # the last token: when is a matter of timing.
-STREAM_TRIES = 5
+STREAM_TRIES = 20
+# SGLang calls itself after the folder from which other tests have updated its weights.
 VOLATILE = re.compile(
-    "id|created|created_at|.*(latency|throughput|duration|time|wait|cached?_.*|_details|_ts|delay)"
+    "id|model|created|created_at|.*(latency|throughput|duration|time|wait|cached?_.*|_details|_ts|delay)"
     "|response_id|request_id"
 )
 
@@ -127,8 +129,8 @@ def test_a_reply_is_the_same_as_without_recording(
 
 @pytest.mark.parametrize(
     "key",
-    ["EMPTY", "sk-abc", None, "a/b", "a/b/x", "ü/ö/1", "../../1", "a/b/0" * 1_000],
-    ids=["EMPTY", "sk", "none", "two", "no number", "unicode", "dots", "long"],
+    ["EMPTY", "sk-abc", None, "a/b", "ü/ö/1", "../../1", "a/b/0" * 1_000],
+    ids=["EMPTY", "sk", "none", "two", "unicode", "dots", "long"],
 )
 def test_what_is_no_record_key_is_served_and_counted(
     recording_server: SGLangServer, record_client: RecordClient, key: str | None
@@ -166,6 +168,24 @@ def test_the_admin_key_opens_records_and_nothing_else_does(
         assert [each.reward for each in drained.experiences] == [0.5]
 
 
+def test_the_page_has_the_text_of_tokens_from_the_engines_tokenizer(
+    recording_server: SGLangServer, record_client: RecordClient, fresh_key: FreshKey
+) -> None:
+    key, text = fresh_key(), "Grüße 🤖"
+    body = {"text": text, "sampling_params": ENGINE_GREEDY}
+    assert post(recording_server, "/generate", body, key).status_code == 200
+    (record,) = record_client.get(key)
+    asked = {"ids": record.prompt_ids.tolist()}
+    reply = post(recording_server, "/records/pieces", asked, ADMIN_KEY)
+    assert b"".join(map(base64.b64decode, reply.json()["pieces"])).decode() == text
+
+
+def test_the_page_is_given_out_without_the_engines_own_key(moe_server: SGLangServer) -> None:
+    assert httpx.get(f"{moe_server.base_url}/records/view").status_code == 200
+    assert httpx.get(f"{moe_server.base_url}/records/view/app.js").status_code == 200
+    assert httpx.get(f"{moe_server.base_url}/records/recent").status_code == 401
+
+
 def test_a_composite_key_passes_the_engines_own_authentication(
     moe_server: SGLangServer, moe_client: RecordClient, fresh_key: FreshKey
 ) -> None:
@@ -197,19 +217,22 @@ def test_metrics_hold_the_recorders_counters_beside_the_engines(
     assert "sglang:time_to_first_token_seconds" in text
 
 
-def test_a_request_that_is_sent_again_is_one_trajectory(
+def test_a_request_that_is_sent_again_after_its_answer_went_out_keeps_both(
     recording_server: SGLangServer, record_client: RecordClient, fresh_key: FreshKey
 ) -> None:
     key = fresh_key()
     before = counters(record_client).superseded
-    for attempt in ("0", "1"):  # the first answer was lost on the way
+    for attempt in ("0", "1"):  # were the first answer lost on the way, the server would not know
         headers = {"X-Stainless-Retry-Count": attempt}
         post(recording_server, "/v1/chat/completions", chat(**GREEDY), key, **headers)
-    lost, kept = sorted(record_client.get(key), key=lambda record: record.attempt)
-    assert (lost.attempt, kept.attempt) == (0, 1)
-    [experience] = record_client.experiences(key)
-    assert [turn.record_id for turn in experience.turns] == [kept.id]
-    assert counters(record_client).superseded == before + 1
+    records = record_client.get(key)
+    assert sorted((record.attempt, record.delivered) for record in records) == [
+        (0, True),
+        (1, True),
+    ]
+    turns = [turn for each in record_client.experiences(key) for turn in each.turns]
+    assert {turn.record_id for turn in turns} == {record.id for record in records}
+    assert counters(record_client).superseded == before
 
 
 CLIENTS = 24

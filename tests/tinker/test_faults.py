@@ -27,7 +27,7 @@ Make = Callable[[MemoryStore, OnError], tuple[TinkerRecorder, tinker.SamplingCli
 class BrokenStore(MemoryStore):
     """Takes nothing."""
 
-    def add(self, record: Record) -> AddOutcome:
+    def add(self, record: Record, epoch: int | None = None) -> AddOutcome:
         raise OSError("the disk is gone")
 
 
@@ -54,7 +54,7 @@ def test_a_broken_store_does_not_fail_the_sample(
     with recorder.record_key(fresh_key()):
         result = client.sample(prompt(), 2, params).result()
     assert len(result.sequences) == 2
-    stats = recorder.stats()
+    stats = recorder.stats().recorder
     assert (stats.recorded, stats.dropped, stats.errors, stats.pending) == (0, {"error": 2}, 2, 0)
 
 
@@ -85,7 +85,7 @@ def test_a_blocked_key_is_no_fault(
     recorder.store.block(KeyPrefix(key))
     with recorder.record_key(key):
         assert client.sample(prompt(), 1, params).result()
-    assert recorder.stats().dropped == {"blocked": 1}
+    assert recorder.stats().recorder.dropped == {"blocked": 1}
 
 
 def test_a_closed_recorder_lets_samples_in_flight_pass(
@@ -96,7 +96,7 @@ def test_a_closed_recorder_lets_samples_in_flight_pass(
         future = client.sample(prompt(), 1, params)
     recorder.close()
     assert len(future.result().sequences) == 1
-    assert recorder.stats().pending == 0
+    assert recorder.stats().recorder.pending == 0
 
 
 def test_a_prompt_that_cannot_be_read_costs_its_record_alone(
@@ -111,7 +111,10 @@ def test_a_prompt_that_cannot_be_read_costs_its_record_alone(
     monkeypatch.setattr(hook, "read_prompt", lambda prompt: 1 / 0)
     with recorder.record_key(fresh_key()):
         assert client.sample(prompt(), 1, params).result().sequences
-    assert (recorder.stats().dropped, recorder.stats().errors) == ({"error": 1}, 1)
+    assert (recorder.stats().recorder.dropped, recorder.stats().recorder.errors) == (
+        {"error": 1},
+        1,
+    )
 
 
 def test_a_forked_process_is_not_recorded_and_does_not_wait(make: Make) -> None:

@@ -28,9 +28,9 @@ Key = Callable[[], str]
 class SlowStore(MemoryStore):
     """Takes its time."""
 
-    def add(self, record: Record) -> AddOutcome:
+    def add(self, record: Record, epoch: int | None = None) -> AddOutcome:
         time.sleep(0.5)
-        return super().add(record)
+        return super().add(record, epoch)
 
 
 def test_a_future_is_of_the_type_that_the_sdk_returns(
@@ -58,9 +58,9 @@ def test_a_cancelled_call_is_cancelled_and_leaves_no_record(
         assert plain(future).cancel()
     with pytest.raises(CancelledError):
         future.result()
-    wait_for(lambda: recorder.stats().pending == 0)
-    assert recorder.stats().dropped == {"cancelled": 2}
-    assert recorder.drain(key).records == []
+    wait_for(lambda: recorder.stats().recorder.pending == 0)
+    assert recorder.stats().recorder.dropped == {"cancelled": 2}
+    assert recorder.lease(key).records == []
 
 
 async def test_cancelling_the_task_that_awaits_cancels_the_sample(
@@ -75,8 +75,8 @@ async def test_cancelling_the_task_that_awaits_cancels_the_sample(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.to_thread(wait_for, lambda: recorder.stats().pending == 0)
-    assert recorder.stats().dropped == {"cancelled": 1}
+    await asyncio.to_thread(wait_for, lambda: recorder.stats().recorder.pending == 0)
+    assert recorder.stats().recorder.dropped == {"cancelled": 1}
 
 
 async def as_coroutine(client: tinker.SamplingClient, params: types.SamplingParams) -> Any:
@@ -103,8 +103,8 @@ def test_the_servers_refusal_is_the_callers_and_leaves_no_record(
     with recorder.record_key(key):
         recorded = refused()
     assert type(recorded) is type(unrecorded)
-    assert recorder.stats().dropped == {"failed": 1}
-    assert recorder.drain(key).records == []
+    assert recorder.stats().recorder.dropped == {"failed": 1}
+    assert recorder.lease(key).records == []
 
 
 def test_a_callers_callback_runs_on_the_sdks_thread_as_without_recording(

@@ -42,7 +42,7 @@ def test_a_thread_pool_does_not_inherit_the_key_in_force(
 ) -> None:
     with ThreadPoolExecutor(2) as threads, recorder.record_key(fresh_key()):
         list(threads.map(functools.partial(sample, client, params), range(4)))
-    stats = recorder.stats()
+    stats = recorder.stats().recorder
     assert (stats.recorded, stats.unkeyed) == (0, {"missing": 4})
 
 
@@ -55,7 +55,7 @@ def test_a_bound_client_is_recorded_on_any_thread(
     keys = [fresh_key() for _ in range(8)]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda key: sample(recorder.bind(client, key), params), keys))
-    assert sorted(str(record.key) for record in recorder.drain().records) == sorted(keys)
+    assert sorted(str(record.key) for record in recorder.lease().records) == sorted(keys)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -73,7 +73,7 @@ async def test_a_bound_client_is_the_client_otherwise(
     assert bound.compute_logprobs(prompt()).result() == client.compute_logprobs(prompt()).result()
     await bound.sample_async(prompt(), 1, params)
     sample(client, params)
-    assert [str(record.key) for record in recorder.drain().records] == [key]
+    assert [str(record.key) for record in recorder.lease().records] == [key]
 
 
 def test_a_bound_key_is_checked_at_once(
@@ -99,8 +99,8 @@ def test_strict_recording_refuses_a_sample_without_a_key_before_it_is_sampled(
     with skip_recording():
         sample(client, params)
     sample(strict.bind(client, fresh_key()), params)
-    assert strict.stats().recorded == 1
-    assert strict.stats().unkeyed == {"skipped": 1}
+    assert strict.stats().recorder.recorded == 1
+    assert strict.stats().recorder.unkeyed == {"skipped": 1}
 
 
 def test_a_sample_under_skip_recording_is_not_recorded(
@@ -113,5 +113,5 @@ def test_a_sample_under_skip_recording_is_not_recorded(
         with skip_recording():
             sample(client, params)
         sample(client, params)
-    stats = recorder.stats()
+    stats = recorder.stats().recorder
     assert (stats.recorded, stats.unkeyed) == (1, {"skipped": 1})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tinker import types
 
-from recorder_core import KeyPrefix, Record, Recorder, RecordKey
+from recorder_core import Record, Recorder, RecordKey
 from recorder_core.context import Identity
 from recorder_core.records import FinishReason
 from tinker_recorder.turns import Call, Weights, read_prompt
@@ -49,7 +49,7 @@ def recorded(prompt: types.ModelInput, *sequences: Any, asked: int | None = None
     stats = recorder.stats()
     assert stats.started == stats.recorded + sum(stats.dropped.values())
     recorder.close()
-    return recorder.store.get(KeyPrefix(str(KEY)))
+    return [record for run in recorder.store.get(KEY) for record in run.records.values()]
 
 
 def test_several_chunks_of_text_are_one_prompt() -> None:

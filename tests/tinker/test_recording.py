@@ -29,7 +29,8 @@ Key = Callable[[], str]
 
 def assert_same(record: Record, sequence: Any, seed: int) -> None:
     """A record holds what the SDK returned for a prompt, bit for bit."""
-    np.testing.assert_array_equal(record.prompt_ids, prompt_ids(seed))
+    assert record.prompt_end == len(prompt_ids(seed))
+    np.testing.assert_array_equal(record.prompt_ids, prompt_ids(seed)[record.start :])
     np.testing.assert_array_equal(record.response_ids, sequence.tokens_np)
     np.testing.assert_array_equal(record.logprobs, sequence.logprobs_np)
     assert record.response_ids.dtype == np.int32
@@ -47,7 +48,7 @@ def test_a_sample_is_recorded_as_it_was_returned(
     key, before = fresh_key(), time.time()
     with recorder.record_key(key):
         result = client.sample(prompt(), 1, params).result()
-    (record,) = recorder.drain(key).records
+    (record,) = recorder.lease(key).records
     assert_same(record, result.sequences[0], 0)
     assert str(record.key) == key
     assert record.finish_reason is FinishReason.LENGTH
@@ -70,7 +71,7 @@ def test_each_of_n_samples_is_a_record(
     key = fresh_key()
     with recorder.record_key(key):
         result = client.sample(prompt(), num_samples=4, sampling_params=params).result()
-    records = recorder.drain(key).records
+    records = recorder.lease(key).records
     assert [record.sample_index for record in records] == [0, 1, 2, 3]
     for record, sequence in zip(records, result.sequences, strict=True):
         assert_same(record, sequence, 0)
@@ -95,7 +96,7 @@ async def test_async_samples_are_recorded_once(
             future = client.sample(prompt(3), 1, params)
             can_be_awaited = way == "await" and hasattr(future, "__await__")
             result = await (future if can_be_awaited else asyncio.wrap_future(future))
-    (record,) = recorder.store.get(KeyPrefix(key))
+    (record,) = recorder.get(key)
     assert_same(record, result.sequences[0], 3)
 
 
@@ -113,9 +114,9 @@ async def test_64_concurrent_samples_under_64_keys(
 
     done = await asyncio.gather(*(run(seed) for seed in range(64)))
     for seed, (key, sequence) in enumerate(done):
-        (record,) = recorder.store.get(KeyPrefix(key))
+        (record,) = recorder.get(key)
         assert_same(record, sequence, seed)
-    assert recorder.stats().recorded == 64
+    assert recorder.stats().recorder.recorded == 64
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_a_drain_right_after_a_sample_has_it_in_1000_of_1000_calls(
         with recorder.record_key(key):
             result = client.sample(prompt(number), 1, params).result()
         # The store itself is asked: `drain` would wait for the recorder.
-        lease = recorder.store.drain(KeyPrefix(key), lease_s=60)
+        lease = recorder.store.drain(KeyPrefix(key), key, lease_s=60)
         return sum(len(each.response_ids) for each in lease.records) == len(
             result.sequences[0].tokens_np
         )
@@ -138,7 +139,7 @@ def test_a_drain_right_after_a_sample_has_it_in_1000_of_1000_calls(
     with ThreadPoolExecutor(64) as threads:
         found = list(threads.map(run, range(1000)))
     assert sum(found) == 1000
-    stats = recorder.stats()
+    stats = recorder.stats().recorder
     assert (stats.recorded, stats.dropped, stats.pending, stats.errors) == (1000, {}, 0, 0)
 
 
@@ -158,12 +159,13 @@ def test_logprobs_are_the_models_own(
         for future in futures:
             future.result()
     own = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for record in recorder.drain(key).records:
-        ids = torch.tensor(np.concatenate([record.prompt_ids, record.response_ids])[None])
+    (run,) = recorder.lease(key).runs
+    for record in run.records.values():
+        ids = torch.tensor(run.token_ids(record)[None])
         with torch.no_grad():
-            logits = own(ids).logits[0, len(record.prompt_ids) - 1 : -1]
+            logits = own(ids).logits[0, record.prompt_end - 1 : -1]
         # Before temperature: as the server gives them, and as they are recorded.
-        chosen = logits.log_softmax(-1)[range(8), ids[0, len(record.prompt_ids) :]]
+        chosen = logits.log_softmax(-1)[range(8), ids[0, record.prompt_end :]]
         np.testing.assert_allclose(record.logprobs, chosen.numpy(), atol=1e-4)
         assert record.sampling.temperature == pytest.approx(0.6)
 
@@ -202,7 +204,7 @@ def test_a_stop_token_is_the_last_recorded_id(
     with recorder.record_key(key):
         result = client.sample(prompt(), 4, every_third).result()
     stopped = 0
-    for record, sequence in zip(recorder.drain(key).records, result.sequences, strict=True):
+    for record, sequence in zip(recorder.lease(key).records, result.sequences, strict=True):
         assert_same(record, sequence, 0)
         assert record.finish_reason.value == sequence.stop_reason
         if record.finish_reason is FinishReason.STOP:
@@ -216,7 +218,7 @@ def test_log_probabilities_of_a_prompt_are_no_sample(
 ) -> None:
     with recorder.record_key(fresh_key()):
         assert client.compute_logprobs(prompt()).result()[-1] < 0
-    stats = recorder.stats()
+    stats = recorder.stats().recorder
     assert (stats.started, stats.unkeyed) == (0, {})
 
 
@@ -249,7 +251,7 @@ def test_another_patch_of_sample_stacks_with_ours(
     client = finished(service.create_sampling_client(base_model=str(model)))
     with recorder.record_key(key):
         result = client.sample(prompt(), 1, params).result()
-    (record,) = recorder.drain(key).records
+    (record,) = recorder.lease(key).records
     assert_same(record, result.sequences[0], 0)
     assert seen == [result]
     monkeypatch.undo()
@@ -268,7 +270,7 @@ def test_text_is_decoded_when_it_is_asked_for(
     key = fresh_key()
     with recorder.record_key(key):
         result = client.sample(prompt(), 1, params).result()
-    (record,) = with_text(recorder.drain(key).records, AutoTokenizer.from_pretrained(model))
+    (record,) = with_text(recorder.lease(key).records, AutoTokenizer.from_pretrained(model))
     own = AutoTokenizer.from_pretrained(model)
     assert record.prompt_text == own.decode(prompt_ids())
     assert record.response_text == own.decode(result.sequences[0].tokens)

@@ -112,13 +112,19 @@ def test_messages_that_a_template_refuses_are_the_callers_fault(tokenizer: Any) 
 
 
 def test_what_looks_like_a_call_and_is_none_stays_text(tokenizer: Any) -> None:
+    """And the text before it was parsed has the markup of either.
+
+    E11.
+    """
     rendering = Rendering(tokenizer, QWEN3)
     prompt = rendering.chat(None, [USER], [TOOL])
     good = tokenizer.encode('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
     bad = tokenizer.encode("so <tool_call>\n{broken\n</tool_call>")
     called = rendering.parse(prompt, good, [TOOL], [])
     assert called.content == ""
+    assert called.text == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert called.tool_calls[0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
     shown = rendering.parse(prompt, bad, [TOOL], [])
     assert shown.tool_calls == ()
     assert "{broken" in shown.content
+    assert shown.text == "so <tool_call>\n{broken\n</tool_call>"

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import tinker
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 from recorder_core.errors import RecorderError, UnsupportedEngineError
-from tinker_recorder import TinkerRecorder, compat
+from tinker_recorder import TinkerRecorder
+from tinker_recorder.compat import SUPPORT
 
 
 def run(code: str, *path: Path) -> str:
@@ -78,18 +80,35 @@ def test_a_patch_of_someone_elses_over_ours_survives_ours(monkeypatch: pytest.Mo
     assert tinker.SamplingClient.sample is theirs
 
 
-@pytest.mark.parametrize("version", ["0.24.1", "0.22.7", "0.39.0", "1.0.0", "0.25.0rc0.broken"])
-def test_other_versions_are_refused_with_the_range(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("version", ["0.24.1", "0.22.7", "0.25.0rc0.broken"])
+def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinker, "__version__", version)
     with pytest.raises(UnsupportedEngineError, match=version):
         TinkerRecorder().instrument()
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.26.2", "0.38.0", "0.38.7"])
-def test_versions_in_the_range_are_accepted(version: str) -> None:
-    compat.check_version(version)
+def test_a_newer_version_is_recorded_and_that_it_is_untested_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tinker, "__version__", "99.0.0")
+    for _ in range(2):
+        recorder = TinkerRecorder()
+        recorder.instrument()
+        recorder.close()
+    (said,) = caplog.messages
+    assert said.startswith("tinker 99.0.0 is newer than this tinker-recorder is tested with")
+
+
+def test_a_newer_version_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker, "__version__", "99.0.1")
+    monkeypatch.delattr(RestClient, "get_sampler")
+    with pytest.raises(UnsupportedEngineError, match=r"RestClient\.get_sampler is missing"):
+        TinkerRecorder().instrument()
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.26.2", "0.38.0"])
+def test_tested_versions(version: str) -> None:
+    assert SUPPORT.is_tested(SUPPORT.check_version(version))
 
 
 def test_a_changed_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

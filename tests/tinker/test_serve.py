@@ -19,6 +19,7 @@ from tinker import types
 
 from recorder_core import FinishReason, KeyPrefix, Record, Recorder
 from recorder_core.client import AsyncRecordClient, RecordClient
+from recorder_core.local import LocalRecords
 from tests.tinker.conftest import finished
 from tests.tinker.servers import ADMIN_KEY, RecordingServer, SkyRLServer
 
@@ -37,6 +38,15 @@ def recorded(records: RecordClient, key: str) -> list[Record]:
     return records.get(key)
 
 
+def sampled_text(record: Record, model: Path) -> str:
+    """What was sampled as text, whatever a parser makes of it."""
+    from transformers import AutoTokenizer
+
+    ids = record.response_ids.tolist()
+    stopped = record.finish_reason is FinishReason.STOP
+    return str(AutoTokenizer.from_pretrained(model).decode(ids[:-1] if stopped else ids))
+
+
 def test_a_chat_is_recorded_with_the_ids_and_logprobs_that_it_returns(
     recording_server: RecordingServer, records: RecordClient, fresh_key: Key, model: Path
 ) -> None:
@@ -51,7 +61,7 @@ def test_a_chat_is_recorded_with_the_ids_and_logprobs_that_it_returns(
     assert choice.logprobs is not None
     shown = [each.logprob for each in choice.logprobs.content or []]
     np.testing.assert_array_equal(record.logprobs, np.float32(shown))
-    assert record.response_text == choice.message.content
+    assert record.response_text == sampled_text(record, model)
     assert record.finish_reason.value == choice.finish_reason
     assert record.sampling.temperature == pytest.approx(0.7)
     assert record.versions[0].version == str(model)
@@ -61,7 +71,7 @@ def test_a_chat_is_recorded_with_the_ids_and_logprobs_that_it_returns(
 
 
 def test_a_streamed_chat_is_one_delta_and_is_recorded_alike(
-    recording_server: RecordingServer, records: RecordClient, fresh_key: Key
+    recording_server: RecordingServer, records: RecordClient, fresh_key: Key, model: Path
 ) -> None:
     key = fresh_key()
     chunks = list(
@@ -75,7 +85,8 @@ def test_a_streamed_chat_is_one_delta_and_is_recorded_alike(
     )
     (record,) = recorded(records, key)
     first, last = chunks
-    assert first.choices[0].delta.content == record.response_text
+    assert isinstance(first.choices[0].delta.content, str)
+    assert record.response_text == sampled_text(record, model)
     assert first.choices[0].finish_reason == record.finish_reason.value
     assert first.choices[0].token_ids == record.response_ids.tolist()
     assert last.usage is not None
@@ -299,6 +310,7 @@ def test_a_swapped_sampler_calls_a_tool_and_its_result_extends_the_recorded_ids(
     path_that_calls_a_tool: str,
     model: Path,
 ) -> None:
+    """E11."""
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     key = fresh_key()
     client = agent(recording_server, key)
@@ -322,13 +334,17 @@ def test_a_swapped_sampler_calls_a_tool_and_its_result_extends_the_recorded_ids(
     messages: list[Any] = [*QUESTION, message.model_dump(exclude_none=True), result]
     client.chat.completions.create(model="tiny", messages=messages, tools=[TOOL])
     old, called, after = recorded(records, key)
-    assert old.response_text == before.choices[0].message.content
+    assert before.choices[0].message.tool_calls is None
+    assert old.response_text == sampled_text(old, model)
     assert [record.versions[0].version for record in (old, called, after)] == [
         str(model),
         path_that_calls_a_tool,
         path_that_calls_a_tool,
     ]
     assert called.finish_reason is FinishReason.STOP
+    # What was sampled, markup and all, and not what the parser made of it.
+    assert not message.content
+    assert called.response_text == CALL.removesuffix("<|im_end|>")
     assert after.parent == called.id
     assert after.start == called.end
 
@@ -346,7 +362,8 @@ def local(
     samplers = SamplerPool(str(model), base_url=server.base_url, api_key="tml-local")
     rendering = Rendering(AutoTokenizer.from_pretrained(model))
     app = create_app(samplers, rendering, recorder, name="tiny", api_key="K", max_tokens=8)
-    with TestClient(app, client=("127.0.0.1", 1), raise_server_exceptions=False) as client:
+    this_machine = {"base_url": "http://localhost", "client": ("127.0.0.1", 1)}
+    with TestClient(app, raise_server_exceptions=False, **this_machine) as client:
         yield client, recorder
     recorder.close()
 
@@ -373,6 +390,44 @@ def test_an_api_key_of_the_servers_own_goes_before_the_record_key(
     assert recorder.stats().recorded == 2
 
 
+def test_without_an_admin_key_strangers_use_no_route_of_the_records(
+    local: tuple[TestClient, Recorder],
+) -> None:
+    """The routes that are this server's own among them. E1, E2, E16."""
+    client, _ = local
+    strangers = [
+        ({"x-forwarded-for": "127.0.0.1"}, 403),
+        ({"host": "evil.example"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ([("authorization", "Bearer a"), ("authorization", "Bearer b")], 400),
+    ]
+    for headers, status in strangers:
+        for method, path in [
+            ("GET", "/records/stats"),
+            ("DELETE", "/records?prefix="),
+            ("GET", "/records/sampler"),
+            ("POST", "/records/sampler"),
+        ]:
+            reply = client.request(method, path, headers=headers)
+            assert reply.status_code == status, (method, path, headers)
+    assert client.get("/records/stats").status_code == 200
+
+
+def test_a_credential_that_is_no_record_key_hides_none_that_is(
+    local: tuple[TestClient, Recorder], fresh_key: Key
+) -> None:
+    """And the server's own key is no part of one. E4, E16, E17."""
+    client, recorder = local
+    own, keys = {"authorization": "Bearer K"}, [fresh_key() for _ in range(3)]
+    assert ask(client, **own, **{"x-api-key": keys[0]}).status_code == 200
+    assert ask(client, **own, **{"x-record-key": f"K:{keys[1]}"}).status_code == 200
+    named = {"x-record-key": "no-key", "x-api-key": f"K:{keys[2]}"}
+    assert ask(client, **named).status_code == 200
+    assert recorder.flush(10)
+    assert [str(each.key) for each in recorder.store.keys(KeyPrefix())] == sorted(keys)
+
+
 def test_weights_that_are_not_there_are_refused_and_the_old_ones_stay(
     local: tuple[TestClient, Recorder], fresh_key: Key, model: Path
 ) -> None:
@@ -383,7 +438,7 @@ def test_weights_that_are_not_there_are_refused_and_the_old_ones_stay(
         assert refused.json()["error"]["message"]
     assert client.get("/records/sampler").json() == {"version": str(model)}
     assert ask(client, authorization=f"Bearer K:{fresh_key()}").status_code == 200
-    (record,) = recorder.store.get(KeyPrefix())
+    (record,) = LocalRecords(recorder).get()
     assert record.versions[0].version == str(model)
 
 
@@ -399,6 +454,25 @@ def test_a_refusal_of_the_services_is_an_error_that_the_client_understands(
     assert reply.json()["error"]["message"].startswith("Tinker ")
     stats = recorder.stats()
     assert (stats.dropped, stats.pending, stats.recorded) == ({"failed": 1}, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"max_tokens": 0}, {"max_tokens": 0, "echo": True}, {"echo": True}]
+)
+def test_a_request_for_no_token_is_refused_and_is_no_sample(
+    asked: dict[str, Any], local: tuple[TestClient, Recorder], fresh_key: Key
+) -> None:
+    """Scores have no token for the client.
+
+    M2.
+    """
+    client, recorder = local
+    headers = {"authorization": f"Bearer K:{fresh_key()}"}
+    body = {"model": "tiny", "prompt": [5, 6, 7], **asked}
+    reply = client.post("/v1/completions", json=body, headers=headers)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] in asked
+    assert recorder.stats().started == 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import numpy as np
 from examples.vllm_server import VLLMServer
 from recorder_core import Record
 from recorder_core.client import RecordClient
+from recorder_core.records import BIASED, CONSTRAINED
 
 PROMPT = "Say it in numbers."
 LONG: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
@@ -199,14 +200,18 @@ def float32(values: list[float]) -> np.ndarray[Any, Any]:
 
 
 def assert_recorded(record: Record, prompt_ids: list[int], sample: Sample) -> None:
-    """A root record is what its client saw, bit by bit."""
+    """A root record is what its client saw, bit by bit.
+
+    Of a prompt that another record holds, e.g. of the same request, it has what follows.
+    """
     assert record.parent is None
-    assert record.prompt_ids.tolist() == prompt_ids
+    assert record.prompt_ids.tolist() == prompt_ids[record.start :]
     assert record.response_ids.tolist() == sample.ids
     assert record.logprobs is not None
     np.testing.assert_array_equal(record.logprobs, float32(sample.logprobs))
     assert record.finish_reason.value == sample.finish_reason
-    assert record.flags == ()
+    # The request's own doing aside.
+    assert set(record.flags) <= {BIASED, CONSTRAINED}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -126,7 +126,7 @@ def _prepare(command: Command) -> None:
     import vllm
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_recorder import plugin
+    from recorder_core.options import RecordingOptions
 
     sys.argv = ["vllm", *command.argv]
     sys.modules.update({name: MagicMock() for name in command.stubs})
@@ -142,7 +142,7 @@ def _prepare(command: Command) -> None:
         def read_and_end(cls: type[Any], args: Any) -> None:
             read(cls, args)
             loaded = sorted(name for name in sys.modules if name.startswith("vllm_recorder"))
-            print("understood", plugin._options, loaded)
+            print("understood", RecordingOptions.from_args(args), loaded)
             raise SystemExit(0)
 
         EngineArgs.from_cli_args = classmethod(read_and_end)

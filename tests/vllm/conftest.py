@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,15 @@ ADAPTER = "tiny-lora"
 """The name under which the servers serve the LoRA adapter."""
 MAX_MODEL_LEN = 8192
 """Room for generations that still run when a starved client gets to leave them."""
+UNTESTED = "99.0.0"
+"""What is newer than any release that is tested."""
+AS_UNTESTED = f"""\
+import vllm
+vllm.__version__ = "{UNTESTED}"
+from vllm.entrypoints.cli.main import main
+main()
+"""
+"""The `vllm` command of such a release."""
 PACED = ["--logits-processors", "tests.vllm.pacing:Pace"]
 """Long generations take their time."""
 
@@ -35,8 +45,11 @@ SERVING = [
 if Version(vllm.__version__) >= Version("0.30.0"):
     SERVING += ["--enable-scale-out"]  # /inference/v1/generate; older releases always serve it
 ENV = {
-    "PYTHONPATH": str(Path(__file__).parents[2]),  # for `PACED`
+    "PYTHONPATH": os.pathsep.join(  # for `PACED`
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
     "RECORDER_ADMIN_KEY": ADMIN_KEY,
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     "VLLM_SERVER_DEV_MODE": "1",
 }
@@ -62,6 +75,7 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recording_server(log_folder: Path) -> Iterator[VLLMServer]:
     """The tiny model in float32, with recording, a LoRA adapter, tools and the dev routes."""
     args = ["--enable-recording", *SERVING, *lora_arguments()]
+    args += ["--recording-adapter-versions", r"[-]v(\d+)$"]
     with VLLMServer(tiny_qwen3(), *args, env=ENV, log=log_folder / "recording.log") as server:
         yield server
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from http.client import HTTPConnection
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 from examples.vllm_server import VLLMServer
 from recorder_core import FinishReason, Record
 from recorder_core.client import RecordClient
+from recorder_core.records import BIASED
 from tests.models import round_trip_ids, tiny_qwen3
 from tests.vllm.apis import (
     LONG,
@@ -136,6 +138,15 @@ def test_logprobs_of_samples_that_nobody_asked_for(
         assert record.response_ids.tolist() == shown[index].response_ids.tolist()
         # When each sample joined the batch is a matter of timing, and shows in the last bits.
         np.testing.assert_allclose(record.logprobs, shown[index].logprobs, atol=1e-5)
+
+
+def test_how_logprobs_travel_is_said_where_it_costs_more(
+    recording_server: VLLMServer, fresh_key: FreshKey
+) -> None:
+    for _ in range(2):  # vLLM's loop takes the first before our wrapper is in its way
+        ask(recording_server, fresh_key(), chat(max_tokens=3))
+    said = recording_server.log().count("Logprobs come one object per token")
+    assert said == (os.environ.get("RECORDER_VLLM_COLUMN") == "0")
 
 
 @either_way
@@ -447,9 +458,10 @@ def test_whatever_a_request_asks_for_its_record_is_what_it_shows(
     assert hidden.response_ids.tolist() == record.response_ids.tolist()
     np.testing.assert_array_equal(hidden.logprobs, record.logprobs)
     asked = {"seed": 8, "temperature": 1.0, **OPTIONS[option]}
-    sampling = record.sampling.model_dump()
     for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
-        assert sampling[name] == asked.get(name, {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.get(name))
+        assert getattr(record.sampling, name) == asked.get(
+            name, {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.get(name)
+        )
     assert record.sampling.logprobs_mode == "raw_logprobs"
 
 
@@ -550,7 +562,7 @@ def test_a_generation_that_repeats_itself_is_ended_and_flagged(
     assert record.response_ids.tolist() == reply.samples[0].ids
     assert 3 <= len(record.response_ids) < 40
     assert record.finish_reason is FinishReason.STOP
-    assert record.flags == ("repetition",)
+    assert record.flags == (BIASED, "repetition")
 
 
 def test_a_prompt_from_the_prefix_cache_is_recorded_whole(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import anthropic
 import httpx
@@ -12,6 +14,7 @@ from openai import AuthenticationError, OpenAI
 from examples.vllm_server import VLLMServer
 from recorder_core import Record
 from recorder_core.client import RecordClient
+from recorder_core.stores import StoreStats
 from tests.vllm.apis import PROMPT, chat, only, send
 from tests.vllm.conftest import ADMIN_KEY, ENGINE_KEY
 
@@ -56,6 +59,45 @@ def test_the_record_key_goes_in_a_header_beside_the_engines_key(
     key = fresh_key()
     text = ask_openai(keyed_server, ENGINE_KEY, extra_headers={"X-Record-Key": key})
     assert only(keyed_client.get(key)).response_text == text
+
+
+def test_the_engines_key_before_the_record_key_in_its_header_is_left_out(
+    keyed_server: VLLMServer, keyed_client: RecordClient, fresh_key: FreshKey
+) -> None:
+    """E17."""
+    key = fresh_key()
+    named = {"X-Record-Key": f"{ENGINE_KEY}:{key}"}
+    text = ask_openai(keyed_server, ENGINE_KEY, extra_headers=named)
+    assert only(keyed_client.get(key)).response_text == text
+    assert [str(each.key) for each in keyed_client.keys("") if ENGINE_KEY in str(each.key)] == []
+
+
+def test_a_record_key_counts_behind_a_credential_that_is_none(
+    keyed_server: VLLMServer, keyed_client: RecordClient, fresh_key: FreshKey
+) -> None:
+    """E4."""
+    key = fresh_key()
+    text = ask_openai(keyed_server, ENGINE_KEY, extra_headers={"x-api-key": key})
+    assert only(keyed_client.get(key)).response_text == text
+
+
+def test_of_two_bearers_neither_says_whose_a_request_is(
+    keyed_server: VLLMServer, keyed_client: RecordClient, fresh_key: FreshKey
+) -> None:
+    """Nor do they open `/records`. E16."""
+    key = fresh_key()
+    tokens = [ENGINE_KEY, f"{ENGINE_KEY}:{key}", ADMIN_KEY]
+    for first, second in itertools.permutations(tokens, 2):
+        headers = [("Authorization", f"Bearer {each}") for each in (first, second)]
+        body = {"model": "model", "messages": MESSAGES, "max_tokens": 2}
+        served = httpx.post(
+            f"{keyed_server.base_url}/v1/chat/completions", json=body, headers=headers
+        )
+        assert served.status_code == (200 if first == ENGINE_KEY else 401)
+        refused = httpx.get(f"{keyed_server.base_url}/records/stats", headers=headers)
+        assert refused.status_code == 400
+        assert "send one" in refused.json()["detail"]
+    assert keyed_client.get(key) == []
 
 
 def test_the_engines_key_alone_is_served_and_not_recorded(
@@ -114,6 +156,11 @@ def server(request: pytest.FixtureRequest) -> VLLMServer:
     return request.getfixturevalue(request.param)
 
 
+def stored_at(admin: RecordClient, server: VLLMServer) -> StoreStats:
+    """What the server's store holds, whenever it is asked."""
+    return replace(admin.stats()[server.base_url].store, oldest_age_s=None)
+
+
 @pytest.mark.parametrize(
     "credential", ["{key}", ENGINE_KEY, ENGINE_KEY + ":{key}", ADMIN_KEY + ":{key}", None]
 )
@@ -126,7 +173,7 @@ def test_an_agent_reads_and_writes_no_records(
     assert send(server, key, generate).status_code in (200, 401)
     with RecordClient(server.base_url, admin_key=ADMIN_KEY) as admin:
         before: list[Record] = admin.get(key)
-        stored = admin.stats()[server.base_url].store
+        stored = stored_at(admin, server)
         routes = httpx.get(f"{server.base_url}/openapi.json").json()["paths"]
         asked = 0
         for path in (path for path in routes if path.startswith("/records")):
@@ -147,7 +194,7 @@ def test_an_agent_reads_and_writes_no_records(
                 asked += 1
         assert asked >= 11
         assert admin.get(key) == before
-        assert admin.stats()[server.base_url].store == stored
+        assert stored_at(admin, server) == stored
         if before:
             assert admin.update_reward(key, 0.5) == len(before)
-            assert {record.reward for record in admin.get(key)} == {0.5}
+            assert [run.reward for run in admin.runs(key)] == [0.5]

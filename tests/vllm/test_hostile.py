@@ -17,6 +17,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
 import pytest
 
 from examples.vllm_server import VLLMServer
@@ -47,11 +48,6 @@ CREDENTIALS: list[tuple[bytes | None, str]] = [
     ("schlüssel".encode(), "not_a_key"),
     (b"x" * 5_000, "not_a_key"),
     (b"a/b", "malformed"),
-    (b"a/b/x", "malformed"),
-    (b"a/b/-1", "malformed"),
-    (b"a/b/01", "malformed"),
-    (b"a/b/1e3", "malformed"),
-    (b"a/b/" + b"9" * 40, "malformed"),
     (b"/", "malformed"),
     (b"//1", "malformed"),
     (b"a//1", "malformed"),
@@ -63,15 +59,26 @@ CREDENTIALS: list[tuple[bytes | None, str]] = [
     ("bündel/aufgabe/1".encode(), "malformed"),
     ("批/任务/1".encode(), "malformed"),
     (b"a/\xff\xfe/1", "malformed"),
-    (b"a/b/1:" + b"K", "malformed"),
+    (b"a/b/", "malformed"),
+    (b"a/b/..", "malformed"),
     (b"K:", "not_a_key"),
     (b"x/" * 2_000 + b"1", "malformed"),
     (b"hostile/task/1", RECORDED),
+    (b"hostile/named/x", RECORDED),
+    (b"hostile/named/-1", RECORDED),
+    (b"hostile/named/01", RECORDED),
+    (b"hostile/named/1e3", RECORDED),
+    (b"hostile/named/" + b"9" * 40, RECORDED),
+    (b"hostile/named/1:" + b"K", RECORDED),
+    (b"hostile/named/3f2a51c0-77aa-4b1e-9c2d-0123456789ab", RECORDED),
     (b"hostile/deep/er/and/deeper/2", RECORDED),
     (b"hostile/<script>/3", RECORDED),
     (b"hostile/';DROP/4", RECORDED),
     (b"K:hostile/composite/5", RECORDED),
 ]
+
+# What vLLM itself makes of ids: of the steps of a beam search, samples of one request, scores.
+INTERNAL_IDS = [b"search-beam-3", b"0_cmpl-1-0", b"cmpl-1-0-beam-0", b"generative-scoring-1-0"]
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,8 @@ def generations(rng: random.Random) -> Iterator[Raw]:
         if rng.random() < 0.2:
             retry = rng.choice([b"1", b"-1", b"1e9", b"9" * 400, b"\xb2", b"", b"NaN"])
             headers.append((b"x-stainless-retry-count", retry))
+        if rng.random() < 0.3:
+            headers.append((b"x-request-id", rng.choice(INTERNAL_IDS)))
         yield Raw("POST", b"/v1/completions", tuple(headers), json.dumps(body).encode(), fate=fate)
 
 
@@ -271,7 +280,7 @@ def records_body(rng: random.Random, fields: dict[str, object]) -> bytes:
         return b'{"info": ' + b"[" * 3_000 + b"]" * 3_000 + b"}"
     if kind < 0.3:
         return b'{"key": "hostile/task/1", "reward": ' + rng.choice([b"NaN", b"1e999"]) + b"}"
-    names = ["reward", "record_ids", "info", "token_level_reward", "rewrad", *fields]
+    names = ["reward", "sample_ids", "info", "token_level_reward", "rewrad", *fields]
     wrong = {name: value_junk(rng) for name in rng.sample(names, rng.randrange(3))}
     return json.dumps({**fields, **wrong}).encode()
 
@@ -488,6 +497,102 @@ def test_an_agent_with_its_record_key_can_neither_read_a_record_nor_write_a_rewa
     )
     assert answer.status == 200
     assert only(held[victim]).id.encode() in answer.body
+
+
+@pytest.fixture(scope="module")
+def keyless_server(log_folder: Path) -> Iterator[VLLMServer]:
+    """Without an admin key, and as open as an operator can make it by mistake.
+
+    It takes every proxy's word for the peer, lets pages of every origin in, and logs the stacks of
+    errors.
+    """
+    env = {**ENV, "RECORDER_ADMIN_KEY": None, "FORWARDED_ALLOW_IPS": "*"}
+    args = ["--enable-recording", *SERVING, "--allowed-origins", '["*"]']
+    with VLLMServer(tiny_qwen3(), *args, env=env, log=log_folder / "keyless.log") as server:
+        yield server
+
+
+# What browsers and proxies add, and the programs of this machine do not.
+STRANGERS: list[dict[str, str]] = [
+    {"x-forwarded-for": "127.0.0.1"},
+    {"x-forwarded-for": "10.9.8.7"},
+    {"forwarded": "for=127.0.0.1"},
+    {"via": "1.1 proxy"},
+    {"origin": "https://evil.example", "sec-fetch-site": "cross-site"},
+    {"origin": "null"},
+    {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"},
+    {"sec-fetch-site": "cross-site"},
+    {"host": "evil.example"},
+    {"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"},
+]
+
+
+@pytest.mark.parametrize("headers", STRANGERS, ids=str)
+def test_without_an_admin_key_strangers_neither_list_nor_delete(
+    keyless_server: VLLMServer, fresh_key: Keys, headers: dict[str, str]
+) -> None:
+    """A page of another origin, a name made to point here, and what a proxy passed on. E1, E2."""
+    key, records = fresh_key(), f"{keyless_server.base_url}/records"
+    ask(keyless_server, key, completions(PROMPT, max_tokens=3, ignore_eos=True))
+    with RecordClient(keyless_server.base_url) as client:
+        (record,) = client.get(key)
+        for method, url, fields in [
+            ("GET", f"{records}?prefix={key}", {}),
+            ("GET", f"{records}/keys?prefix=", {}),
+            ("DELETE", f"{records}?prefix={key}", {}),
+            ("POST", f"{records}/drain", {"json": {"prefix": key}}),
+            ("PATCH", records, {"json": {"key": key, "reward": 9.0}}),
+        ]:
+            reply = httpx.request(method, url, headers=headers, **fields)
+            assert reply.status_code == 403
+            assert "--recording-admin-key" in reply.json()["detail"]
+            assert key not in reply.text
+        if "origin" in headers:
+            asked = {**headers, "access-control-request-method": "DELETE"}
+            assert httpx.options(records, headers=asked).status_code == 403
+            assert httpx.options(f"{keyless_server.base_url}/v1/models", headers=asked).is_success
+        assert client.get(key) == [record]
+        assert client.update_reward(key, 1.0) == 1
+
+
+def test_a_refusal_is_a_line_in_the_log_whatever_the_body_was(keyless_server: VLLMServer) -> None:
+    """With the engine's log of error stacks on. E13."""
+    records = f"{keyless_server.base_url}/records"
+    bodies = [
+        b'{"key": "0/task/1", "info": {"a": "' + b"SECRET " * 1_000_000,
+        b'{"key": "0/task/1", "sample_ids": "' + b"SECRET " * 1_000_000 + b'"}',
+        b'{"key": "0/task/1", "sample_ids": [' + b"0," * 100_000 + b"0]}",
+    ]
+    before = len(keyless_server.log())
+    for body in bodies:
+        reply = httpx.patch(
+            records, content=body, headers={"content-type": "application/json"}, timeout=60
+        )
+        assert reply.status_code == (413 if len(body) > 2 * 1024**2 else 422)
+        assert len(reply.content) < 3_000
+    assert httpx.put(f"{records}?key=0/task/1", content=bodies[0]).status_code == 400
+    assert httpx.get(f"{records}/keys?prefix=a//b").status_code == 400
+    assert httpx.get(f"{records}/stats", headers={"host": "evil.example"}).status_code == 403
+    added = keyless_server.log()[before:]
+    assert "Traceback" not in added
+    assert "SECRET" not in added
+    assert len([line for line in added.splitlines() if "/records" in line]) == 6
+    assert max(map(len, added.splitlines())) < 300
+
+
+def test_what_is_served_and_not_recorded_is_told_once(keyless_server: VLLMServer) -> None:
+    """E6."""
+    request = completions(PROMPT, max_tokens=2, ignore_eos=True)
+    before = len(keyless_server.log())
+    for _ in range(5):
+        ask(keyless_server, "0/task-with-no-run-3f2a51c0", request)
+        ask(keyless_server, "sk-0123456789abcdef", request)
+    added = keyless_server.log()[before:]
+    told = [line for line in added.splitlines() if "served and not recorded" in line]
+    assert len(told) == 2, added
+    assert "(malformed): '0/task...' is no record key" in told[0]
+    assert "(not_a_key)" in told[1]
+    assert "sk-0" not in added
 
 
 def test_an_agent_cannot_name_another_run_in_its_request(

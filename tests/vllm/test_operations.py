@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 from examples.vllm_server import VLLMServer
 from recorder_core import FinishReason
 from recorder_core.client import RecordClient
-from recorder_core.errors import LeaseError, NotAuthorizedError
+from recorder_core.errors import LeaseError, NotAuthorizedError, NothingRecordedError
 from recorder_core.protocol import StatsReply
 from tests.vllm.apis import PROMPT, Reply, Request, ask, completions, only, settle, wait_until
 from tests.vllm.conftest import ADMIN_KEY
@@ -142,13 +143,12 @@ def test_a_reward_by_key_reaches_all_that_the_key_has(
     (experience,) = record_client.experiences(key)
     assert experience.reward == 0.5
     assert experience.info == {"solved": True}
-    assert [turn.reward for turn in experience.turns] == [0.5, 0.5]
-    assert only(record_client.get(other)).reward is None
-    # A later reward wins; a later turn has none of its own.
+    assert only(record_client.runs(other)).reward is None
+    # A later turn has the reward too; a later reward wins.
     ask(recording_server, key, SHORT)
-    assert sorted(str(each.reward) for each in record_client.get(key)) == ["0.5", "0.5", "None"]
+    assert [each.reward for each in record_client.experiences(key)] == [0.5, 0.5]
     assert record_client.update_reward(key, -1.0) == 3
-    assert {each.reward for each in record_client.get(key)} == {-1.0}
+    assert only(record_client.runs(key)).reward == -1.0
     with record_client.drain(key) as drained:
         assert [each.reward for each in drained.experiences] == [-1.0, -1.0]
 
@@ -159,7 +159,7 @@ def test_a_reward_for_a_key_without_records_reaches_nothing(
     key = fresh_key()
     assert record_client.update_reward(key, 1.0) == 0
     ask(recording_server, key, SHORT)
-    assert only(record_client.get(key)).reward is None
+    assert only(record_client.runs(key)).reward is None
 
 
 def test_a_reward_by_the_id_of_a_middle_turn_reaches_its_trajectory(
@@ -173,7 +173,7 @@ def test_a_reward_by_the_id_of_a_middle_turn_reaches_its_trajectory(
     assert [middle.parent, leaf.parent] == [root.id, middle.id]
     rewards = [0.1, 0.2, 0.3, 0.4]
     updated = record_client.update_reward(
-        key, 0.25, record_ids=[middle.id], token_level_reward=rewards
+        key, 0.25, sample_ids=[middle.id], token_level_reward=rewards
     )
     assert updated == 1
     (experience,) = record_client.experiences(key)
@@ -182,7 +182,8 @@ def test_a_reward_by_the_id_of_a_middle_turn_reaches_its_trajectory(
     start, end = experience.turns[1].start, experience.turns[1].end
     assert experience.token_level_reward[start:end] == pytest.approx(rewards)
     assert experience.token_level_reward.sum() == pytest.approx(1.0)
-    assert record_client.update_reward(key, 1.0, record_ids=["no such record"]) == 0
+    with pytest.raises(NothingRecordedError, match="no such record"):
+        record_client.update_reward(key, 1.0, sample_ids=["no such record"])
 
 
 def test_overwriting_a_key_replaces_what_it_has(
@@ -191,7 +192,7 @@ def test_overwriting_a_key_replaces_what_it_has(
     key = fresh_key()
     first = ask(recording_server, key, SHORT)
     ask(recording_server, key, SHORT)
-    kept = record_client.get(key)[0].model_copy(update={"reward": 2.0})
+    kept = record_client.get(key)[0].replace(reward=2.0)
     assert record_client.overwrite(key, [kept]) == 1
     assert record_client.get(key) == [kept]
     # The run goes on, and is one trajectory.
@@ -212,7 +213,7 @@ def test_drained_records_come_back_unless_they_are_acknowledged(
     assert record_client.get(key) == []
     wait_until(lambda: record_client.get(key) != [])
     assert [each.id for each in record_client.get(key)] == [only(drained.records).id]
-    assert only(record_client.get(key)).reward == 0.75
+    assert only(record_client.runs(key)).reward == 0.75
     with pytest.raises(LeaseError, match="has run out"):
         record_client.ack(drained)
     with record_client.drain(key) as drained:
@@ -278,6 +279,19 @@ def test_the_counters_are_on_the_engines_metrics_and_add_up(
     assert after["recorder_errors_total"] == stats.errors
     assert stats.started == stats.recorded + sum(stats.dropped.values()) + stats.pending
     assert stats.recorded == stats.roots + stats.extended
+
+
+def test_the_page_has_the_text_of_tokens_from_the_engines_tokenizer(
+    recording_server: VLLMServer, record_client: RecordClient, fresh_key: Keys
+) -> None:
+    key, text = fresh_key(), "Grüße 🤖"
+    ask(recording_server, key, completions(text, max_tokens=1))
+    ids = only(record_client.get(key)).prompt_ids.tolist()
+    base, admin = recording_server.base_url, {"Authorization": f"Bearer {ADMIN_KEY}"}
+    reply = httpx.post(f"{base}/records/pieces", json={"ids": ids}, headers=admin)
+    assert b"".join(map(base64.b64decode, reply.json()["pieces"])).decode() == text
+    assert httpx.get(f"{base}/records/view").status_code == 200
+    assert httpx.get(f"{base}/records/forest", params={"key": key}).status_code == 401
 
 
 def test_the_records_ask_for_the_admin_key(recording_server: VLLMServer, fresh_key: Keys) -> None:

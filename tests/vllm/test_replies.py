@@ -216,7 +216,7 @@ AsyncEngineArgs.from_cli_args(args)
 from vllm.plugins import load_endpoint_plugins
 
 assert args.enable_recording is False
-assert load_endpoint_plugins(("generate",)) == []
+assert [each.name for each in load_endpoint_plugins(("generate",))] == ["recorder"]
 assert [dict(vars(each)) for each in classes] == before
 ours = {name for name in sys.modules if name.startswith(("vllm_recorder", "recorder_core.server"))}
 assert ours == {"vllm_recorder", "vllm_recorder.plugin", "vllm_recorder.compat"}, ours

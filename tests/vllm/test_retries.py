@@ -70,12 +70,13 @@ def ask_openai(base_url: str, key: str, http: httpx.Client, **fields: Any) -> st
     return reply.choices[0].message.content
 
 
-def test_a_request_that_the_sdk_sends_again_is_one_trajectory(
+def test_a_request_that_the_sdk_sends_again_is_trained_once_unless_both_were_delivered(
     recording_server: VLLMServer,
     record_client: RecordClient,
     fresh_key: Callable[[], str],
     transport: FirstAnswerLost,
 ) -> None:
+    """M1."""
     key = fresh_key()
     before = record_client.stats()[recording_server.base_url].recorder
     with httpx.Client(transport=transport, timeout=60) as http:
@@ -88,26 +89,44 @@ def test_a_request_that_the_sdk_sends_again_is_one_trajectory(
     assert kept.response_text == text
     timed_out = transport.how == TIMED_OUT
     assert (lost.finish_reason is FinishReason.ABORT) == timed_out
+    assert (lost.delivered, kept.delivered) == (not timed_out, True)
     after = record_client.stats()[recording_server.base_url].recorder
-    assert after.superseded == before.superseded + 1
+    assert after.superseded == before.superseded + timed_out
     forest = Forest(record_client.get(key))
-    assert [record.id for record in forest.superseded] == [lost.id]
-    [experience] = forest.experiences()
-    assert [turn.record_id for turn in experience.turns] == [kept.id]
+    # What was sent to its end is not taken back by a count: the server cannot see a proxy lose it.
+    assert [record.id for record in forest.superseded] == [lost.id] * timed_out
+    trained = [turn.record_id for each in forest.experiences() for turn in each.turns]
+    assert trained == ([kept.id] if timed_out else [lost.id, kept.id])
 
 
-def test_samples_of_a_request_sent_again_replace_their_own(
+@pytest.mark.parametrize("counts", [[0, 1, 2, 3], [0, 0, 1, 1], [3, 2, 1]])
+def test_retry_counts_un_train_nothing_that_was_answered(
     recording_server: VLLMServer,
     record_client: RecordClient,
     fresh_key: Callable[[], str],
+    counts: list[int],
 ) -> None:
+    """An agent may send any. M1."""
     key = fresh_key()
-    with (
-        FirstAnswerLost(recording_server, ANSWER_LOST) as transport,
-        httpx.Client(transport=transport, timeout=60) as http,
-    ):
-        ask_openai(recording_server.base_url, key, http, n=2)
-
-    forest = Forest(record_client.get(key))
-    assert sorted((r.attempt, r.sample_index) for r in forest.superseded) == [(0, 0), (0, 1)]
-    assert [turn.attempt for each in forest.experiences() for turn in each.turns] == [1, 1]
+    before = record_client.stats()[recording_server.base_url].recorder
+    for count in counts:
+        response = httpx.post(
+            f"{recording_server.base_url}/v1/chat/completions",
+            headers={"authorization": f"Bearer {key}", "x-stainless-retry-count": str(count)},
+            json={
+                "model": recording_server.name,
+                "messages": [{"role": "user", "content": "Once."}],
+                "max_tokens": 4,
+                "n": 2,
+            },
+            timeout=60,
+        )
+        assert response.status_code == 200, response.text
+    settle(record_client)
+    records = record_client.get(key)
+    assert [record.delivered for record in records] == [True] * (2 * len(counts))
+    assert {record.model for record in records} == {recording_server.name}
+    assert len(record_client.experiences(key)) == 2 * len(counts)
+    after = record_client.stats()[recording_server.base_url].recorder
+    assert after.superseded == before.superseded
+    assert after.flagged.get("retry_unclear", 0) == before.flagged.get("retry_unclear", 0)

@@ -22,7 +22,7 @@ from recorder_core.client import RecordClient
 from recorder_core.rollout import (
     BatchReport,
     CollectedRun,
-    Engine,
+    EngineAddress,
     Failure,
     RolloutCoordinator,
     Scheduler,
@@ -74,8 +74,8 @@ class Watch:
     def closed(self, batch_id: str) -> None: ...
 
 
-def engine(server: VLLMServer) -> Engine:
-    return Engine(base_url=server.base_url, model_name=server.name, admin_key=ADMIN_KEY)
+def engine(server: VLLMServer) -> EngineAddress:
+    return EngineAddress(base_url=server.base_url, model_name=server.name, admin_key=ADMIN_KEY)
 
 
 def tasks(kinds: dict[str, tuple[int, dict[str, Any], float | None]]) -> list[Task]:

@@ -15,9 +15,10 @@ from packaging.version import Version
 from examples.vllm_server import VLLMServer
 from recorder_core import FinishReason, Record
 from recorder_core.client import RecordClient
-from tests.models import tiny_qwen3
+from tests.models import tiny_lora, tiny_qwen3
 from tests.vllm.apis import LONG, PROMPT, ask, completions, only, settle, streaming
-from tests.vllm.conftest import ENGINE_KEY
+from tests.vllm.conftest import ADAPTER, ENGINE_KEY
+from vllm_recorder.weights import WEIGHTS_CHANGED
 
 Keys = Callable[[], str]
 
@@ -174,7 +175,7 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reload_weights(
     keyed_server: VLLMServer, keyed_client: RecordClient, engine_version: Version
 ) -> Iterator[Callable[[Path, str], None]]:
-    """Replaces the weights as a trainer does; the original ones are back afterwards.
+    """Replaces the weights as a trainer does, who may tell no label; they are back afterwards.
 
     Of the server without adapters: older releases cannot reload weights below an adapter.
     """
@@ -185,7 +186,8 @@ def reload_weights(
     def reload(folder: Path, version: str) -> None:
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         post(keyed_server, "/collective_rpc", json=rpc)
-        keyed_client.set_version(version)
+        if version:
+            keyed_client.set_version(version)
 
     yield reload
     post(keyed_server, "/resume")
@@ -258,3 +260,86 @@ def test_spans_name_the_weights_that_sampled_the_tokens(
     # vLLM computes a generation that it kept anew with the weights that go on with it.
     assert_sampled_by(new, record, second.start, tokens)
     assert record.flags == (() if engine_version >= PER_TOKEN_SPANS else APPROXIMATE)
+
+
+def test_weights_replaced_without_a_label_have_no_version(
+    keyed_server: VLLMServer,
+    reload_weights: Callable[[Path, str], None],
+    keyed_client: RecordClient,
+    fresh_key: Keys,
+    other_weights: Path,
+) -> None:
+    """M10."""
+    old = Reference(tiny_qwen3())
+    run, across = fresh_key(), fresh_key()
+    request = completions(PROMPT, max_tokens=8, **GREEDY)
+    first = ask(keyed_server, f"{ENGINE_KEY}:{run}", request)
+    changes = {30: lambda: reload_weights(other_weights, "")}
+    (arrived,) = labelled_on_the_way(keyed_server, f"{ENGINE_KEY}:{across}", changes, 500)
+    history = [*first.prompt_ids, *first.samples[0].ids, 20, 21, 22]
+    ask(keyed_server, f"{ENGINE_KEY}:{run}", completions(history, max_tokens=8, **GREEDY))
+    keyed_client.set_version("step-1")
+    ask(keyed_server, f"{ENGINE_KEY}:{run}", request)
+
+    before, unlabelled, labelled = keyed_client.get(run)
+    assert (before.versions, before.flags) == (((0, 8, "default"),), ())
+    assert (unlabelled.versions, unlabelled.flags) == ((), (WEIGHTS_CHANGED,))
+    assert (labelled.versions, labelled.flags) == (((0, 8, "step-1"),), ())
+    record = only(keyed_client.get(across))
+    ((start, end, version),) = record.versions
+    assert (start, version) == (0, "default")
+    assert arrived <= end < 500
+    assert WEIGHTS_CHANGED in record.flags
+    assert_sampled_by(old, record, 0, end)
+    with pytest.raises(AssertionError):
+        assert_sampled_by(old, record, 0, end + 100)
+
+
+def test_an_adapter_that_is_read_anew_has_no_version(
+    recording_server: VLLMServer, labels: RecordClient, fresh_key: Keys
+) -> None:
+    """M10."""
+    key, base = fresh_key(), fresh_key()
+    request = completions(PROMPT, max_tokens=6, **GREEDY).updated(model=ADAPTER)
+    ask(recording_server, key, request)
+    anew = {"lora_name": ADAPTER, "lora_path": str(tiny_lora()), "load_inplace": True}
+    post(recording_server, "/v1/load_lora_adapter", json=anew)
+    ask(recording_server, key, request)
+    ask(recording_server, base, completions(PROMPT, max_tokens=6, **GREEDY))
+    labels.set_version("step-1")
+    ask(recording_server, key, request)
+    before, after, labelled = sorted(labels.get(key), key=lambda record: record.created_at)
+    assert (before.versions, before.flags) == (((0, 6, "default"),), ())
+    assert (after.versions, after.flags) == ((), (WEIGHTS_CHANGED,))
+    assert (labelled.versions, labelled.flags) == (((0, 6, "step-1"),), ())
+    assert only(labels.get(base)).versions == ((0, 6, "default"),)
+
+
+def test_a_run_goes_on_under_the_next_version_of_its_adapter(
+    recording_server: VLLMServer, record_client: RecordClient, fresh_key: Keys
+) -> None:
+    """M11."""
+    key = fresh_key()
+    path: Any = PROMPT
+    for version in (1, 2):
+        name = f"policy-v{version}"
+        loaded = {"lora_name": name, "lora_path": str(tiny_lora())}
+        post(recording_server, "/v1/load_lora_adapter", json=loaded)
+        request = completions(path, max_tokens=6, **GREEDY).updated(model=name)
+        ask(recording_server, key, request)
+        record = record_client.get(key)[0]
+        path = [*record.prompt_ids.tolist(), *record.response_ids.tolist(), 5]
+    (experience,) = record_client.experiences(prefix=key)
+    assert experience.adapter == "policy"
+    assert [span.version for span in experience.model_versions] == ["1", "2"]
+    records = sorted(record_client.get(key), key=lambda record: record.created_at)
+    assert [record.model for record in records] == ["policy-v1", "policy-v2"]
+
+
+def test_what_only_looks_at_the_weights_changes_nothing(
+    recording_server: VLLMServer, record_client: RecordClient, fresh_key: Keys
+) -> None:
+    key = fresh_key()
+    post(recording_server, "/collective_rpc", json={"method": "check_health"})
+    ask(recording_server, key, completions(PROMPT, max_tokens=6, **GREEDY))
+    assert only(record_client.get(key)).versions == ((0, 6, "default"),)

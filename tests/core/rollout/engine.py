@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request
 
 from recorder_core import FinishReason, Recorder, Turn, VersionSpan
 from recorder_core.context import current_identity
-from recorder_core.rollout import Engine
+from recorder_core.rollout import EngineAddress
 from recorder_core.server import AdminGuard, IdentityMiddleware, records_router
 from recorder_core.stores import MemoryStore
 
@@ -42,13 +42,15 @@ class StandIn:
         """Whether `HELD` is answered."""
         self.clock_s = 0.0
         """Added to the store's time: what is leased can be let run out."""
+        self.secret: str | None = None
+        """What record keys have to be signed with; of the next start."""
         self._waiting = 0
         self._ids = itertools.count()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._address = probe.getsockname()
         self.url = f"http://127.0.0.1:{self._address[1]}"
-        self.engine = Engine(base_url=self.url, model_name="stand-in", admin_key=ADMIN_KEY)
+        self.engine = EngineAddress(base_url=self.url, model_name="stand-in", admin_key=ADMIN_KEY)
 
     def start(self) -> None:
         """Serve, with nothing in memory."""
@@ -57,7 +59,7 @@ class StandIn:
         app = FastAPI()
         app.include_router(records_router(self.recorder, guard=AdminGuard(ADMIN_KEY)))
         app.post("/v1/completions")(self._complete)
-        app.add_middleware(IdentityMiddleware)
+        app.add_middleware(IdentityMiddleware, secret=self.secret)
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(self._address)
@@ -83,9 +85,11 @@ class StandIn:
         body = await request.json()
         identity = current_identity()
         assert identity is not None
-        assert identity.key is not None
+        if identity.key is None:
+            self.recorder.count_unkeyed(identity.reason, identity.detail)
+            return {"id": "unkeyed", "ids": [1]}
         self.asked.append(identity.key.text)
-        pending = self.recorder.start(identity.key)
+        pending, began = self.recorder.start(identity.key), time.time()
         self._waiting += 1
         while body["prompt"] == HELD and not self.release:
             await asyncio.sleep(0.005)
@@ -101,6 +105,7 @@ class StandIn:
             versions=[VersionSpan(0, 1, "7")],
             finish_reason=FinishReason.STOP,
             request_id=f"cmpl-{number}",
+            created_at=began,
             finished_at=time.time(),
         )
         pending.finish(turn)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from recorder_core import EID, Experience, RecordKey, RoutedExperts, VersionSpan, assemble
 from recorder_core.rollout.handmade import records_of
+from tests.core.builders import masked
 
 KEY = RecordKey("0", "task", 3)
 EID_ = EID(batch="0", task="task", run=3)
@@ -77,6 +78,19 @@ def test_tokens_after_the_last_sampled_one_are_left_out_with_their_experts() -> 
     (back,) = assemble(records_of([made], KEY))
     assert back.tokens.tolist() == [1, 2, 3, 4]
     assert back.routed_experts.data.ravel().tolist() == [0, 1, 2]
+
+
+def test_each_stretch_of_sampled_tokens_keeps_its_part_of_the_sampling_mask() -> None:
+    """M13."""
+    made = Experience(
+        eid=EID_,
+        tokens=[1, 2, 3, 4, 5, 6],
+        prompt_length=2,
+        action_mask=[True, False, True, False],
+        sampling_mask=masked([[3, 9], [], [5], []]),
+    )
+    (back,) = assemble(records_of([made], KEY))
+    assert back.sampling_mask == masked([[3, 9], [], [5]])
 
 
 def test_what_no_record_can_hold_is_refused() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from recorder_core.errors import RunnerLostError
 from recorder_core.rollout import LocalRunnerPool, Task
-from recorder_core.rollout.worker import RunRequest
+from recorder_core.rollout.wire import RunRequest
 from tests.core.rollout.engine import StandIn
 from tests.core.rollout.pools import ON_RAY, cluster, pool_of
 from tests.core.rollout.workflows import Player

@@ -133,7 +133,7 @@ async def test_turns_are_rewarded_by_the_ids_of_the_replies(replica: StandIn) ->
     assert experience.reward == 0.75
     status = await run(replica, task(TurnRewards, unknown=True))
     assert status.failures == {Failure.NO_RECORDS: 1}
-    assert "['cmpl-of-somebody-else'] are not recorded under 0/t/0" in status.message
+    assert "['cmpl-of-somebody-else'] stand for no generation of 0/t/0" in status.message
 
 
 async def test_a_reusable_workflow_is_reset_and_used_again(replica: StandIn) -> None:

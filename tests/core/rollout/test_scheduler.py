@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recorder_core import KeyPrefix, RecordKey
-from recorder_core.client import RecordClient
-from recorder_core.errors import NotAuthorizedError, ServerFaultError
+from recorder_core.errors import (
+    BatchAbandonedError,
+    InvalidKeyError,
+    NotAuthorizedError,
+    ServerFaultError,
+)
 from recorder_core.rollout import (
     Collected,
     CollectedRun,
-    Engine,
+    EngineAddress,
     Failure,
     Scheduler,
     Status,
@@ -122,12 +127,12 @@ async def test_a_batch_gives_every_run_once_with_its_reward(
     assert [len(place) for place in places] == [9, 9]
     assert not places[0].keys() & places[1].keys()
     assert len({run.metrics["pid"] for run in collected.runs}) == 2
-    # Leased until it is acknowledged, then forgotten.
-    assert [replica.store.stats().leased_records for replica in replicas] == [18, 18]
+    # Acknowledged run by run; late generations are refused once the batch is.
+    for replica in replicas:
+        assert replica.store.stats().counters["acknowledged"] == 18
     assert await scheduler.acknowledge(0) == []
     for replica in replicas:
-        assert replica.store.stats().leased_records == 0
-        assert replica.store.stats().counters["acknowledged"] == 18
+        assert replica.store.stats().bytes == 0
         assert replica.store.add(root(key=RecordKey("0", "t0", 9))) is AddOutcome.BLOCKED
 
 
@@ -186,8 +191,7 @@ async def test_a_retry_has_a_key_of_its_own_and_nothing_of_the_failed_run(
         assert run.task.run_id >= 3
         assert [each.info for each in run.experiences] == [{"attempt": 2}]
         assert len(run.experiences[0].turns) == 2
-    replica.clock_s += 1e6  # the leases run out, and show what the store still holds
-    assert [each.key.text for each in replica.store.keys(ALL)] == keys(collected)
+    assert replica.store.keys(ALL) == []
 
 
 async def test_a_runner_that_dies_costs_nobody_elses_run(
@@ -212,6 +216,22 @@ async def test_a_run_that_always_kills_its_runner_is_given_up(
     assert collected.status.failures == {Failure.RUNNER_LOST: 1}
     assert collected.retries == 2
     assert replica.store.get(ALL) == []
+
+
+async def test_a_run_that_always_kills_its_runner_takes_no_other_along(
+    scheduling: Schedulers, replica: StandIn
+) -> None:
+    """Each time it is lost it has fewer beside it, and is given up alone.
+
+    W1.
+    """
+    scheduler = await scheduling(replica, runs_per_runner=8, max_losses=5, max_retries=0)
+    scheduler.submit([task("fine", 7, turns=1, end="nap"), task("dies", turns=0, end="die")], 0)
+    collected = await scheduler.collect(0)
+    assert_adds_up(collected)
+    assert {run.task.task_id for run in collected.runs} == {"fine"}
+    assert len(collected.runs) == 7
+    assert collected.status.failures == {Failure.RUNNER_LOST: 1}
 
 
 async def test_a_runner_that_answers_no_more_is_ended(
@@ -278,7 +298,7 @@ async def test_a_replica_that_dies_takes_no_successful_run_along(
         scheduler.submit([task("v", 4)], batch)
         assert (await scheduler.collect(batch)).status.ok
         batch += 1
-    assert lives.store.stats().leased_records
+    assert lives.store.stats().counters["acknowledged"]
 
 
 async def test_a_run_whose_engine_started_anew_is_not_whole(
@@ -330,36 +350,89 @@ async def test_a_wrong_admin_key_is_said_at_once(replica: StandIn) -> None:
 
 
 async def test_an_engine_that_does_not_record_is_said_at_once(replica: StandIn) -> None:
-    engine = Engine(base_url=f"{replica.url}/elsewhere", model_name="m", admin_key=ADMIN_KEY)
+    engine = EngineAddress(base_url=f"{replica.url}/elsewhere", model_name="m", admin_key=ADMIN_KEY)
     with pytest.raises(ServerFaultError, match="--enable-recording"):
         async with Scheduler(pool_of(1), [engine]):
             pass
 
 
-async def test_without_an_acknowledgement_the_records_come_back(
+async def test_an_engine_is_relieved_of_a_run_as_soon_as_it_is_in_hand(
     scheduling: Schedulers, replica: StandIn
 ) -> None:
-    scheduler = await scheduling(replica, lease_s=600)
-    scheduler.submit([task("t", 2, reward=0.5)], 0)
-    await scheduler.collect(0)
-    await scheduler.close()  # as a process that dies
-    with RecordClient(replica.url, admin_key=ADMIN_KEY) as records:
-        assert records.experiences("0") == []
-        replica.clock_s += 601
-        assert [each.reward for each in records.experiences("0")] == [0.5, 0.5]
-
-
-async def test_a_lease_that_ran_out_gives_nothing_twice(
-    scheduling: Schedulers, replica: StandIn
-) -> None:
-    scheduler = await scheduling(replica, lease_s=600)
-    scheduler.submit([task("t", 2)], 0)
+    """A batch may be many times what an engine holds. S2."""
+    replica.store._max_bytes = 20_000  # type: ignore[attr-defined]
+    scheduler = await scheduling(replica, runs_per_runner=2)
+    scheduler.submit([task("t", 60, turns=3, reward=0.5)], 0)
     collected = await scheduler.collect(0)
-    replica.clock_s += 601
-    assert len(replica.store.get(ALL)) == 4
+    assert_adds_up(collected)
+    assert len(collected.runs) == 60
+    assert all(run.tokens == 3 and not run.missing for run in collected.runs)
+    stats = replica.store.stats()
+    assert (stats.bytes, stats.leases) == (0, 0)
+    assert stats.counters["acknowledged"] == 180
+    assert "evicted" not in stats.counters
     await scheduler.acknowledge(0)
-    assert len(collected.runs) == 2
     assert replica.store.get(ALL) == []
+
+
+async def test_a_run_that_lost_a_turn_says_so(scheduling: Schedulers, replica: StandIn) -> None:
+    """S1."""
+    scheduler = await scheduling(replica)
+    replica.together = 2
+    scheduler.submit([task("t", turns=2)], 0)
+    key = RecordKey.parse("0/t/0")
+    while not replica.asked:
+        await asyncio.sleep(0.005)
+    replica.recorder.start(key).drop("error")
+    replica.together = 1
+    collected = await scheduler.collect(0)
+    assert [run.missing for run in collected.runs] == [{"error": 1}]
+
+
+async def test_a_scheduler_that_was_killed_goes_on_from_its_spool(
+    scheduling: Schedulers, replica: StandIn, tmp_path: Path
+) -> None:
+    """Nothing is lost, and nothing is rolled out or trained twice. S2."""
+    spool = tmp_path / "spool"
+    tasks = [task("t", 2, reward=0.5), task("u", end="fail", times=1)]
+    scheduler = await scheduling(replica, spool=spool)
+    scheduler.submit(tasks, 0)
+    before = await scheduler.collect(0)
+    await scheduler.close()  # as a process that dies
+    asked = len(replica.asked)
+    scheduler = await scheduling(replica, spool=spool)
+    assert scheduler.submit(tasks, 0) == 3
+    after = await scheduler.collect(0)
+    assert keys(after) == keys(before)
+    assert [run.experiences for run in after.runs] == [run.experiences for run in before.runs]
+    assert [run.metrics for run in after.runs] == [run.metrics for run in before.runs]
+    assert after.status.ok
+    assert len(replica.asked) == asked
+    await scheduler.acknowledge(0)
+    assert _files(spool) == []
+
+
+def _files(folder: Path) -> list[Path]:
+    return list(folder.rglob("*"))
+
+
+def _cut_off(folder: Path) -> None:
+    (file,) = [each for each in _files(folder) if each.suffix == ".run"]
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+async def test_a_spool_file_that_is_cut_off_is_rolled_out_again(
+    scheduling: Schedulers, replica: StandIn, tmp_path: Path
+) -> None:
+    scheduler = await scheduling(replica, spool=tmp_path)
+    scheduler.submit([task("t")], 0)
+    await scheduler.collect(0)
+    await scheduler.close()
+    _cut_off(tmp_path)
+    replica.recorder.store.remove(ALL)
+    scheduler = await scheduling(replica, spool=tmp_path)
+    scheduler.submit([task("t")], 0)
+    assert len((await scheduler.collect(0)).runs) == 1
 
 
 async def test_an_abandoned_batch_leaves_nothing(scheduling: Schedulers, replica: StandIn) -> None:
@@ -369,10 +442,72 @@ async def test_an_abandoned_batch_leaves_nothing(scheduling: Schedulers, replica
     await until(lambda: len(events.done) == 2)
     await scheduler.abandon(0)
     assert replica.store.stats().bytes == 0
-    with pytest.raises(KeyError, match="no batch '0' is in flight"):
+    with pytest.raises(BatchAbandonedError, match="batch '0' was abandoned"):
         await scheduler.collect(0)
-    with pytest.raises(ValueError, match="collected already"):
+    with pytest.raises(ValueError, match="collected already, or abandoned"):
         scheduler.submit([task("t")], 0)
+
+
+async def test_who_collects_a_batch_that_is_abandoned_is_told(
+    scheduling: Schedulers, replica: StandIn
+) -> None:
+    """Nor can it grow, or be acknowledged.
+
+    W4.
+    """
+    events = Events()
+    scheduler = await scheduling(replica, listeners=[events])
+    scheduler.submit([task("t", 2), task("slow", end="hang")], 0)
+    collecting = asyncio.create_task(scheduler.collect(0))
+    await until(lambda: len(events.done) == 2)
+    abandoning = asyncio.create_task(scheduler.abandon(0))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="or abandoned"):
+        scheduler.submit([task("late")], 0)
+    with pytest.raises(BatchAbandonedError):
+        await scheduler.acknowledge(0)
+    await abandoning
+    with pytest.raises(BatchAbandonedError, match="batch '0' was abandoned"):
+        await collecting
+    assert replica.store.stats().bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("refused", "why"),
+    [
+        ([task("c"), task("b"), task("b")], "run 0/b/0 is given twice"),
+        ([task("c"), task("a")], "run 0/a/0 is given twice"),
+        ([task("c"), task("1")], "lie below those of a task of batch '0'"),
+    ],
+)
+async def test_of_tasks_of_which_one_is_refused_none_is_kept(
+    scheduling: Schedulers, replica: StandIn, refused: list[Task], why: str
+) -> None:
+    """The others can be submitted again.
+
+    W5.
+    """
+    scheduler = await scheduling(replica)
+    scheduler.submit([task("1")], "0/1")
+    scheduler.submit([task("a")], "0")
+    with pytest.raises(ValueError, match=why):
+        scheduler.submit(refused, "0")
+    assert scheduler.submit([task("c"), task("b")], "0") == 2
+    assert keys(await scheduler.collect("0")) == ["0/a/0", "0/b/0", "0/c/0"]
+
+
+async def test_a_batch_id_that_makes_no_key_is_refused_at_once(
+    scheduling: Schedulers, replica: StandIn
+) -> None:
+    """Not by each of its runs, later.
+
+    W5.
+    """
+    scheduler = await scheduling(replica)
+    with pytest.raises(InvalidKeyError, match="'0//a/t/0' has the component ''"):
+        scheduler.submit([task("t")], "0//a")
+    with pytest.raises(KeyError):
+        await scheduler.collect("0//a")
 
 
 async def test_a_batch_grows_until_it_is_collected(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from recorder_core.errors import InvalidKeyError
-from recorder_core.rollout import Engine, Failure, Status, Task
+from recorder_core.rollout import EngineAddress, Failure, Status, Task
 from tests.core.rollout.workflows import Player
 
 NAME = "tests.core.rollout.workflows:Player"
@@ -45,9 +47,22 @@ def test_a_task_that_makes_no_record_key_is_refused(fields: dict[str, str]) -> N
         Task(**{"task_id": "7", "workflow": NAME, **fields})
 
 
+@pytest.mark.parametrize("data", [float("nan"), float("inf"), "b\udc80d", {"deep": [float("nan")]}])
+@pytest.mark.parametrize("field", ["raw_task", "workflow_args", "rollout_args"])
+def test_data_that_would_arrive_changed_or_not_at_all_is_refused(field: str, data: Any) -> None:
+    """JSON would make None of a NaN.
+
+    W1.
+    """
+    with pytest.raises(ValidationError, match=field):
+        Task(task_id="7", workflow=NAME, **{field: {"data": data}})
+
+
 def test_an_agent_behind_the_engines_own_key_sends_both() -> None:
     task = Task(task_id="7", workflow=NAME)
-    engine = Engine(base_url="http://a:8000/v1/", model_name="m", engine_key="K", admin_key="A")
+    engine = EngineAddress(
+        base_url="http://a:8000/v1/", model_name="m", engine_key="K", admin_key="A"
+    )
     assert engine.agent_url == "http://a:8000/v1"
     assert engine.api_key(task) == "K:0/7/0"
     assert "'A'" not in repr(engine)

@@ -44,7 +44,7 @@ class Player(WorkflowWithRecording):
 
     async def run_async(self) -> Metrics:
         raw: dict[str, Any] = self.task.raw_task
-        prompt = [1, 2, 3]
+        prompt = [9] if raw.get("held") else [1, 2, 3]
         for turn in range(raw.get("turns", 2)):
             reply = await complete(self, prompt)
             prompt = [*prompt, *reply["ids"], 10 + turn]
@@ -72,6 +72,10 @@ class Player(WorkflowWithRecording):
 
     async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    async def nap(self) -> None:
+        await asyncio.sleep(0.5)
+        await self.update_reward(1.0)
 
     async def say_nothing(self) -> None:
         """Write no reward."""

@@ -42,10 +42,30 @@ class UnpinnedTorch(ModuleType):
 
         return torch.zeros(*args, **kwargs)
 
+    @staticmethod
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.empty(*args, **kwargs)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.tensor(*args, **kwargs)
+
 
 def leave_memory_unpinned(module: ModuleType) -> None:
     """Memory can be pinned only where there is a GPU."""
     module.__dict__["torch"] = UnpinnedTorch("torch")
+
+
+def leave_adapters_unpinned(module: ModuleType) -> None:
+    """The same for tensors that are pinned after they are made."""
+    import torch
+
+    leave_memory_unpinned(module)
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
 
 
 def copy_routed_experts(module: ModuleType) -> None:
@@ -85,6 +105,8 @@ BEFORE: dict[str, Callable[[], None]] = {"torchvision": declare_torchvision_oper
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.layers.moe.routed_experts_capturer": copy_routed_experts,
     "sglang.srt.state_capturer.base": leave_memory_unpinned,
+    "sglang.srt.lora.backend.torch_backend": leave_adapters_unpinned,
+    "sglang.srt.lora.layers": leave_adapters_unpinned,
     "sglang.srt.managers.scheduler": pace,
     "sglang.srt.mem_cache.pool_host.common": leave_host_memory_unregistered,
 }

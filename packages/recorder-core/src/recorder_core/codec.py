@@ -1,234 +1,371 @@
-"""Records and experiences as bytes: one safetensors blob, no pickle anywhere.
+"""Runs as bytes: a stream of frames that neither side ever holds whole, and a file format as well.
 
-All values of one array field, over all items, lie end to end in one column (`<n>.data`), with the
-offsets between them (`<n>.offsets`, int64) and the numbers of the items that have the field
-(`<n>.items`, int64). Everything that is not an array is JSON, in the uint8 column `json`:
-`{"kind": "records", "columns": [field, ...], "items": [{...}, ...]}`. Fields that this version
-does not know are kept, arrays and others alike.
+A stream is eight magic bytes, then frames: each a little-endian uint32 length and so many bytes of
+MessagePack. A frame is a map; its `type` says what it holds:
 
-Loading copies nothing: the arrays are views of the blob. Nothing in a blob is trusted; every
-length is checked against the bytes that are there before it is used.
+- `head`, the first: what a drain tells beside its runs.
+- `runs`: some runs, each with some of its records. A run of many records goes on in further frames,
+  where only the records count; parents come before the records that continue them.
+- `end`, the last: how many records the stream has, and in files the bytes of their token ids where
+  that is asked for. A stream without it was cut off.
+
+In a record, `data` is one buffer as `Record.pack` makes it; it is written as it lies. Arrays
+besides are `[dtype, shape, bytes]`. Blobs that earlier releases wrote are read too (`blobs`).
+
+Nothing in a stream is trusted: types are checked by msgspec as they are read, lengths against the
+bytes that are there.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+import base64
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import msgspec
 import numpy as np
-from pydantic import ValidationError
-from safetensors.numpy import save
 
-from recorder_core.arrays import AnyArray, ArrayModel
-from recorder_core.errors import CodecError
-from recorder_core.experience import Experience
-from recorder_core.records import MAX_JSON_DEPTH, Record, nests_within
+from recorder_core import blobs
+from recorder_core.errors import CodecError, InvalidKeyError
+from recorder_core.experience import Experience, ExperienceTurn
+from recorder_core.keys import RecordKey
+from recorder_core.records import Record
+from recorder_core.runs import Run, fits
 
-MEDIA_TYPE = "application/vnd.safetensors"
+MEDIA_TYPE = "application/vnd.recorder"
+MAGIC = b"\x93RECORD2"
+FRAME_BYTES = 1 << 18
+"""About how large a frame grows: one is encoded within a millisecond."""
+MAX_FRAME_BYTES = 1 << 31
 
-Item = TypeVar("Item", bound=ArrayModel)
-
-# The element types that safetensors and numpy share.
-_DTYPES = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "F16": np.dtype(np.float16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "F32": np.dtype(np.float32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F64": np.dtype(np.float64),
-}
-_HEADER_LIMIT = 100_000_000  # the safetensors format's own
+_LENGTH_BYTES = 4
 
 
-def encode_records(records: Iterable[Record]) -> bytes:
-    """Write records as one blob."""
-    return _encode("records", records)
+class Head(msgspec.Struct, tag="head", omit_defaults=True):
+    """What a drain tells beside its runs."""
+
+    lease: str = ""
+    """What is to be acknowledged; empty where nothing was taken."""
+    pending: int = 0
+    """Generations under the prefix that were not finished."""
+    flushed: bool = True
+    """Whether everything that had finished before is stored."""
+    more: bool = False
+    """Whether there are runs that this page has no room for."""
 
 
-def decode_records(blob: bytes | bytearray | memoryview) -> list[Record]:
-    """Read records back; their arrays are views of the blob.
+class _Part(msgspec.Struct, omit_defaults=True):
+    """Some of a run's records; the first part also has what is known of the run."""
+
+    key: RecordKey
+    records: list[Record] = []
+    reward: float | None = None
+    info: dict[str, Any] = {}
+    dropped: dict[str, int] = {}
+    evicted: int = 0
+    pending: int = 0
+    closed: bool = False
+
+
+class _Runs(msgspec.Struct, tag="runs"):
+    runs: list[_Part]
+
+
+class _End(msgspec.Struct, tag="end", omit_defaults=True):
+    records: int
+    pieces: dict[int, bytes] = {}
+
+
+def encode_hook(value: Any) -> Any:
+    """How msgspec writes what it does not know of a record: keys and arrays."""
+    if isinstance(value, RecordKey):
+        return value.text
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()]
+    raise TypeError(f"{type(value).__name__} has no place in a record")
+
+
+def decode_hook(kind: type[Any], value: Any) -> Any:
+    """How msgspec reads it back; in JSON bytes are base64."""
+    if kind is RecordKey:
+        return _key(value)
+    dtype, shape, data = value
+    data = base64.b64decode(data) if isinstance(data, str) else data
+    dtype = np.dtype(dtype)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"an array of {dtype} is none of numbers")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+@functools.lru_cache(maxsize=64)  # a record names its run's key once more
+def _key(text: Any) -> RecordKey:
+    if not isinstance(text, str):
+        raise ValueError(f"a record key is a text, not {type(text).__name__}")
+    return RecordKey.parse(text)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_hook)
+_frames = msgspec.msgpack.Decoder(Head | _Runs | _End, dec_hook=decode_hook)
+_records = msgspec.msgpack.Decoder(Record, dec_hook=decode_hook)
+_experiences = msgspec.msgpack.Decoder(list[Experience], dec_hook=decode_hook)
+
+
+def encode_record(record: Record) -> bytes:
+    """Write one record, alone.
 
     Raises:
-        CodecError: The blob is truncated, corrupt, or holds something else.
+        ValueError: It cannot be written: a lone surrogate in a text, say.
     """
-    return _decode("records", Record, blob)
+    try:
+        return _encoder.encode(record)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise ValueError(f"the record cannot be written: {error}") from error
+
+
+def decode_record(blob: bytes) -> Record:
+    """Read it back.
+
+    Raises:
+        CodecError: The bytes are truncated, corrupt, or hold something else.
+    """
+    try:
+        return _records.decode(blob)
+    except (msgspec.MsgspecError, InvalidKeyError, ValueError, TypeError) as error:
+        raise CodecError(f"the bytes are no record: {error}") from None
+
+
+def check_writable(record: Record) -> None:
+    """Check that a record can be written: a lone surrogate in a text, say, cannot.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    encode_record(record)
+
+
+def encode_stream(
+    runs: Iterable[Run],
+    head: Head | None = None,
+    *,
+    pieces: Callable[[set[int]], dict[int, bytes]] | None = None,
+) -> Iterator[bytes]:
+    """Write runs as a stream, a frame at a time.
+
+    Args:
+        runs: The runs.
+        head: What is told beside them.
+        pieces: Gives the bytes of the token ids that are there, which go with them; None: none do.
+
+    Yields:
+        Bytes, `FRAME_BYTES` or a little more at a time, unless a single record is larger.
+    """
+    yield MAGIC + _frame(head or Head())
+    count = size = 0
+    ids: set[int] = set()
+    parts: list[_Part] = []
+    for run in runs:
+        part = _Part(
+            run.key,
+            [],
+            run.reward,
+            dict(run.info) if run.info else {},
+            dict(run.dropped) if run.dropped else {},
+            run.evicted,
+            run.pending,
+            run.closed,
+        )
+        parts.append(part)
+        size += run.own_bytes
+        for record in run.records.values():
+            part.records.append(record)
+            if pieces is not None:
+                ids.update(np.unique(record.new_ids).tolist())
+            size += record.nbytes
+            count += 1
+            if size >= FRAME_BYTES:
+                yield _frame(_Runs(parts))
+                part = _Part(run.key, [])
+                parts, size = [part], 0
+    yield _frame(_Runs(parts)) + _frame(_End(count, {} if pieces is None else pieces(ids)))
+
+
+def _frame(content: Any) -> bytes:
+    body = _encoder.encode(content)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class StreamDecoder:
+    """Reads a stream piece by piece, as it arrives.
+
+    Example:
+        >>> decoder = StreamDecoder()
+        >>> for piece in pieces:  # doctest: +SKIP
+        ...     decoder.feed(piece)
+        >>> runs = decoder.close()  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.head = Head()
+        """What the stream began with."""
+        self.records = 0
+        """Records read so far."""
+        self.bytes = 0
+        """Bytes read so far."""
+        self.pieces: dict[int, bytes] = {}
+        """The bytes of token ids, where the stream ended with them."""
+        self._runs: dict[RecordKey, Run] = {}
+        self._buffer = bytearray()
+        self._begun = self._ended = False
+        self._blob: bytearray | None = None
+
+    def feed(self, piece: bytes) -> None:
+        """Take the next bytes, of any number.
+
+        Raises:
+            CodecError: They are not what a stream goes on with.
+        """
+        self.bytes += len(piece)
+        if self._blob is not None:
+            self._blob += piece
+            return
+        buffer = self._buffer
+        buffer += piece
+        if not self._begun:
+            if len(buffer) < len(MAGIC):
+                return
+            if buffer[: len(MAGIC)] != MAGIC:
+                self._blob = buffer  # an earlier release's, which can only be read whole
+                return
+            del buffer[: len(MAGIC)]
+            self._begun = True
+        position = 0
+        while len(buffer) - position >= _LENGTH_BYTES:
+            length = int.from_bytes(buffer[position : position + _LENGTH_BYTES], "little")
+            if length > MAX_FRAME_BYTES:
+                raise CodecError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} are")
+            begin, position = position + _LENGTH_BYTES, position + _LENGTH_BYTES + length
+            if position > len(buffer):
+                position = begin - _LENGTH_BYTES
+                break
+            with memoryview(buffer) as view, view[begin:position] as body:
+                self._take(body)
+        del buffer[:position]
+
+    def _take(self, body: memoryview) -> None:
+        if self._ended:
+            raise CodecError("the stream goes on after its end")
+        try:
+            frame = _frames.decode(body)
+        except (msgspec.MsgspecError, InvalidKeyError, ValueError, TypeError) as error:
+            raise CodecError(f"the stream holds a frame that is none: {error}") from None
+        if isinstance(frame, Head):
+            self.head = frame
+        elif isinstance(frame, _End):
+            if frame.records != self.records:
+                raise CodecError(f"{self.records} of {frame.records} records were in the stream")
+            self._ended = True
+            self.pieces = frame.pieces
+        else:
+            for part in frame.runs:
+                self._add(part)
+
+    def _add(self, part: _Part) -> None:
+        run = self._runs.get(part.key)
+        if run is None:
+            run = self._runs[part.key] = Run(
+                part.key,
+                reward=part.reward,
+                info=part.info,
+                dropped=part.dropped,
+                evicted=part.evicted,
+                pending=part.pending,
+                closed=part.closed,
+            )
+        key = run.key
+        for record in part.records:
+            known = run.records
+            if record.key != key:
+                raise CodecError(f"run {key} holds record {record.id} of {record.key}")
+            if record.id in known:
+                raise CodecError(f"record {record.id} of {key} is given twice")
+            if not fits(record, known):
+                raise CodecError(
+                    f"record {record.id} of {key} comes before {record.before}, or does not "
+                    "begin where that one ends"
+                )
+            record.key = key  # one object for all of them
+            run.put(record)
+        self.records += len(part.records)
+
+    def close(self) -> list[Run]:
+        """The runs, in the order of the stream.
+
+        Raises:
+            CodecError: The stream was cut off, or is none.
+        """
+        if self._blob is not None:
+            return blobs.decode(bytes(self._blob))
+        if not self._ended:
+            raise CodecError(f"the stream was cut off after {self.bytes} bytes")
+        if self._buffer:
+            raise CodecError(f"{len(self._buffer)} bytes follow the stream's end")
+        return list(self._runs.values())
+
+
+def encode_runs(runs: Iterable[Run], head: Head | None = None) -> bytes:
+    """Write runs as one stream, whole."""
+    return b"".join(encode_stream(runs, head))
+
+
+def decode_runs(stream: bytes | bytearray | memoryview) -> list[Run]:
+    """Read runs back.
+
+    Raises:
+        CodecError: The stream is truncated, corrupt, or holds something else.
+    """
+    decoder = StreamDecoder()
+    decoder.feed(bytes(stream))
+    return decoder.close()
 
 
 def encode_experiences(experiences: Iterable[Experience]) -> bytes:
-    """Write experiences as one blob."""
-    return _encode("experiences", experiences)
+    """Write experiences as MessagePack; for what a pipeline has added to them."""
+    return _encoder.encode(list(experiences))
 
 
 def decode_experiences(blob: bytes | bytearray | memoryview) -> list[Experience]:
-    """Read experiences back; their arrays are views of the blob.
+    """Read experiences back.
 
     Raises:
-        CodecError: The blob is truncated, corrupt, or holds something else.
+        CodecError: The bytes are truncated, corrupt, or hold something else.
     """
-    return _decode("experiences", Experience, blob)
-
-
-def _encode(kind: str, models: Iterable[ArrayModel]) -> bytes:
-    columns: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, AnyArray]]] = {}
-    items: list[dict[str, Any]] = []
-    for number, model in enumerate(models):
-        paths = []
-        for path, array in _arrays(model):
-            # One column per dtype and row shape: expert ids may be uint8 here, uint16 there.
-            column = (".".join(path), array.dtype.str, array.shape[1:])
-            columns.setdefault(column, []).append((number, array))
-            paths.append(path)
-        items.append(model.model_dump(mode="json", exclude_unset=True, exclude=_tree(paths)))
-    tensors: dict[str, AnyArray] = {}
-    for index, parts in enumerate(columns.values()):
-        lengths = np.fromiter((len(array) for _, array in parts), np.int64, len(parts))
-        tensors[f"{index}.data"] = np.concatenate([array for _, array in parts])
-        tensors[f"{index}.offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        tensors[f"{index}.items"] = np.fromiter((n for n, _ in parts), np.int64, len(parts))
-    text = json.dumps(
-        {"kind": kind, "columns": [path for path, _, _ in columns], "items": items},
-        ensure_ascii=False,
-        separators=(",", ":"),
-    )
-    tensors["json"] = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
-    return save(tensors, metadata={"format": "recorder"})
-
-
-def _arrays(fields: Iterable[tuple[str, Any]]) -> Iterable[tuple[tuple[str, ...], AnyArray]]:
-    """A model's arrays, unknown ones too, with the path of field names to each."""
-    for name, value in fields:
-        if isinstance(value, np.ndarray):
-            yield (name,), value
-        elif isinstance(value, (ArrayModel, dict)):
-            # A model that this version does not know was read back as a dict.
-            inner = value.items() if isinstance(value, dict) else value
-            yield from (((name, *path), array) for path, array in _arrays(inner))
-
-
-def _tree(paths: Iterable[tuple[str, ...]]) -> dict[str, Any]:
-    """Paths as pydantic's `exclude` wants them: `{"a": True, "b": {"c": True}}`."""
-    tree: dict[str, Any] = {}
-    for *parents, name in paths:
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[name] = True
-    return tree
-
-
-def _decode(kind: str, model: type[Item], blob: bytes | bytearray | memoryview) -> list[Item]:
-    tensors = _read(blob)
     try:
-        document = json.loads(tensors["json"].tobytes().decode("utf-8", "surrogatepass"))
-        found, columns, items = document["kind"], document["columns"], document["items"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CodecError(f"the blob's json column cannot be read: {error!r}") from None
-    if found != kind:
-        raise CodecError(f"the blob holds {str(found)[:40]!r}, not {kind}")
-    if not isinstance(columns, list) or not isinstance(items, list):
-        raise CodecError("the blob's json column has no lists of columns and items")
-    # Deeper than anything we write; what is read can then always be written again.
-    if not nests_within(items, MAX_JSON_DEPTH + 8):
-        raise CodecError("the blob's items nest too deep")
-    for index, path in enumerate(columns):
-        for number, array in _column(tensors, index):
-            if not (isinstance(path, str) and 0 <= number < len(items)):
-                raise CodecError(f"column {index} names item {number} of {len(items)}")
-            _put(items[number], path, array)
-    try:
-        return [model.model_validate(item) for item in items]
-    except ValidationError as error:
-        raise CodecError(f"the blob holds no valid {kind}: {error}") from None
+        return _experiences.decode(blob)
+    except (msgspec.MsgspecError, InvalidKeyError, ValueError, TypeError) as error:
+        raise CodecError(f"the bytes are no experiences: {error}") from None
 
 
-def _put(item: Any, path: str, array: AnyArray) -> None:
-    *parents, name = path.split(".")
-    for parent in parents:
-        item = item.setdefault(parent, {}) if isinstance(item, dict) else None
-    if not isinstance(item, dict) or name in item:
-        raise CodecError(f"the blob gives {path!r} twice, or to what is no object")
-    item[name] = array
+def as_json(experiences: Iterable[Experience]) -> bytes:
+    """Experiences for people: arrays as lists, NaN as null, of each turn all but its ids."""
+    described = []
+    for experience in experiences:
+        fields = msgspec.structs.asdict(experience)
+        fields["turns"] = [_turn_for_people(turn) for turn in experience.turns]
+        described.append({name: value for name, value in fields.items() if value is not None})
+    return msgspec.json.encode(described, enc_hook=_for_people)
 
 
-def _column(tensors: dict[str, AnyArray], index: int) -> Iterable[tuple[int, AnyArray]]:
-    try:
-        data = tensors[f"{index}.data"]
-        offsets, numbers = tensors[f"{index}.offsets"], tensors[f"{index}.items"]
-    except KeyError as error:
-        raise CodecError(f"the blob has no column {error}") from None
-    if (
-        data.ndim < 1
-        or offsets.dtype != np.int64
-        or numbers.dtype != np.int64
-        or numbers.ndim != 1
-        or offsets.shape != (len(numbers) + 1,)
-        or offsets[0] != 0
-        or offsets[-1] != len(data)
-        or (np.diff(offsets) < 0).any()
-    ):
-        raise CodecError(f"the offsets of column {index} do not cut {data.shape} rows in order")
-    ends = offsets.tolist()
-    for number, begin, end in zip(numbers.tolist(), ends, ends[1:], strict=False):
-        yield number, data[begin:end]
+def _turn_for_people(turn: ExperienceTurn) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(turn.record)
+    del fields["data"], fields["routed_experts"], fields["sampling_mask"]
+    fields |= {"start": turn.start, "end": turn.end, "response_text": turn.record.response_text}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _read(blob: bytes | bytearray | memoryview) -> dict[str, AnyArray]:
-    """The tensors of a safetensors blob, as views of it.
-
-    The format: https://github.com/huggingface/safetensors#format. The library's own loader copies
-    every tensor; its writer is used for writing.
-    """
-    view = memoryview(blob).cast("B")
-    if len(view) < 8:
-        raise CodecError(f"the blob has {len(view)} bytes, a safetensors blob has at least 8")
-    size = int.from_bytes(view[:8], "little")
-    if size > min(len(view) - 8, _HEADER_LIMIT):
-        raise CodecError(f"the blob's header claims {size} bytes, {len(view) - 8} follow")
-    try:
-        header = json.loads(bytes(view[8 : 8 + size]))
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"the blob's header is no JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise CodecError("the blob's header is no JSON object")
-    body = view[8 + size :]
-    header.pop("__metadata__", None)
-    tensors = {name: _tensor(name, entry, body) for name, entry in header.items()}
-    # Tensors that overlap would turn a small blob into a great many copies of its bytes.
-    covered = sum(tensor.nbytes for tensor in tensors.values())
-    if covered != len(body):
-        raise CodecError(f"the blob's tensors have {covered} bytes, {len(body)} follow the header")
-    return tensors
-
-
-def _tensor(name: str, entry: Any, body: memoryview) -> AnyArray:
-    try:
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-        begin, end = entry["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        raise CodecError(f"tensor {name!r} is not described as safetensors are") from None
-    if not _are_lengths([begin, end]) or not isinstance(shape, list) or not _are_lengths(shape):
-        raise CodecError(f"tensor {name!r} has a shape or offsets that are no lengths")
-    # Python integers: the product cannot overflow, and is compared before anything is made.
-    if len(shape) > 32 or end - begin != math.prod(shape) * dtype.itemsize:
-        raise CodecError(f"tensor {name!r} has {end - begin} bytes, its shape {shape} needs others")
-    if not begin <= end <= len(body):
-        raise CodecError(f"tensor {name!r} ends at byte {end} of {len(body)}")
-    flat = np.frombuffer(body[begin:end], dtype=dtype.newbyteorder("<"))
-    if dtype == np.bool_ and (flat.view(np.uint8) > 1).any():
-        raise CodecError(f"tensor {name!r} has booleans that are neither 0 nor 1")
-    try:
-        return flat.reshape(shape)
-    except ValueError:  # no elements, and other dimensions beyond what numpy counts to
-        raise CodecError(f"tensor {name!r} has the impossible shape {shape}") from None
-
-
-def _are_lengths(values: Sequence[Any]) -> bool:
-    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+def _for_people(value: Any) -> Any:
+    if isinstance(value, RecordKey):
+        return value.text
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no place in an experience")

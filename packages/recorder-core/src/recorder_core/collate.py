@@ -4,14 +4,19 @@ A value always belongs to the token that it stands at: the logprob at a token's 
 token's own, which the model's logits one place before predict. Nothing is truncated, recomputed
 or made up: what is missing is 0 with a mask that says so, or an error.
 
-This is the one module that needs torch: `pip install recorder-core[torch]`. Images and the like
-(`Experience.multi_modal_inputs`) are not collated.
+Batches are made of `export.rows`, whose rules say what is trained. Experiences may be given as they
+are: then all that was recorded is kept, whatever it means for a trainer's ratio.
+
+This module needs torch: `pip install recorder-core[torch]`. Images and the like
+(`Experience.multi_modal_inputs`) and sampling masks, of which each token has another number of ids,
+are not collated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -20,8 +25,13 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from recorder_core.arrays import AnyArray, BoolArray
-from recorder_core.errors import CollateError
+from recorder_core.errors import CollateError, ExportError
 from recorder_core.experience import EID, Experience
+from recorder_core.export.batch import Batch as Rows
+from recorder_core.export.batch import Row
+from recorder_core.export.normal import named, rows
+from recorder_core.export.packing import pack
+from recorder_core.export.rules import Rules
 from recorder_core.records import RoutedExperts
 
 try:
@@ -33,6 +43,23 @@ except ModuleNotFoundError as error:
     ) from error
 
 MissingLogprobs = Literal["error", "mask"]
+Source = Iterable[Experience] | Rows
+"""What is collated: experiences as they are, or rows that `export.rows` made of them."""
+
+_AS_RECORDED = Rules(
+    implausible_logprobs="keep",
+    inexact_logprobs="keep",
+    constrained="keep",
+    biased="keep",
+    forced_tokens="keep",
+    aborted="keep",
+    empty="keep",
+    missing_reward="keep",
+    multi_modal="keep",
+    reward="last",  # not used: each keeps its own
+    mixed_adapters="keep",
+    mixed_temperatures="keep",
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,7 +91,7 @@ class Batch:
     token_level_rewards: torch.Tensor | None
     """float32 R, 0.0 where none was given; None if no experience has any."""
     advantages: torch.Tensor | None
-    """float32 R; None if no experience has any."""
+    """float32 R: the experiences' own, else those of `export.group_advantages`; None if neither."""
     returns: torch.Tensor | None
     """float32 R; None if no experience has any."""
     teacher_logprobs: torch.Tensor | None
@@ -127,7 +154,7 @@ class PackedBatch(Batch):
 
 
 def collate_padded(
-    experiences: Iterable[Experience],
+    experiences: Source,
     *,
     pad_token_id: int,
     missing_logprobs: MissingLogprobs = "error",
@@ -140,10 +167,10 @@ def collate_padded(
     where one has no token-level rewards, they are 0.
 
     Args:
-        experiences: At least one, of any lengths and adapters.
+        experiences: At least one, of any lengths and adapters; or a batch of `export.rows`.
         pad_token_id: The token at padding; masked out everywhere.
-        missing_logprobs: What to do with a token to be trained that has no logprob: `error`, or
-            `mask` to take it out of the action mask.
+        missing_logprobs: What to do with a token to be trained that has no finite logprob: `error`,
+            or `mask` to take it out of the action mask. In rows that is decided.
         require_rewards: Refuse an experience without a finite reward; if False, `rewards` is
             None as soon as one has none.
 
@@ -159,7 +186,7 @@ def collate_padded(
         >>> logits = model(batch.tokens, batch.attention_mask, batch.position_ids).logits
         >>> responses = batch.tokens[:, batch.prompt_length :]  # parallel to batch.logprobs
     """
-    batch = _checked(experiences)
+    batch = _checked(experiences, missing_logprobs)
     prompt_length = max(each.prompt_length for each in batch)
     max_response = max(each.response_length for each in batch)
     width = prompt_length + max_response
@@ -174,12 +201,12 @@ def collate_padded(
     return PaddedBatch(
         prompt_length=prompt_length,
         attention_mask=layout.tokens.lay([_ones(len(each.tokens)) for each in batch], np.bool_),
-        **_columns(batch, layout, missing_logprobs, require_rewards, pad_token_id),
+        **_columns(batch, layout, require_rewards, pad_token_id),
     )
 
 
 def collate_packed(
-    experiences: Iterable[Experience],
+    experiences: Source,
     *,
     missing_logprobs: MissingLogprobs = "error",
     require_rewards: bool = True,
@@ -187,7 +214,7 @@ def collate_packed(
     """Put experiences into one packed batch; the rules are those of `collate_padded`.
 
     Args:
-        experiences: At least one, of any lengths and adapters.
+        experiences: As for `collate_padded`.
         missing_logprobs: As for `collate_padded`.
         require_rewards: As for `collate_padded`.
 
@@ -197,7 +224,47 @@ def collate_packed(
     Raises:
         CollateError: As for `collate_padded`.
     """
-    batch = _checked(experiences)
+    return _packed(_checked(experiences, missing_logprobs), require_rewards)
+
+
+def collate_packs(
+    experiences: Source,
+    *,
+    token_budget: int,
+    ranks: int = 1,
+    missing_logprobs: MissingLogprobs = "error",
+    require_rewards: bool = True,
+) -> list[list[PackedBatch]]:
+    """Put experiences into packed batches of bounded length, evenly over data-parallel ranks.
+
+    Every rank gets as many packs, with about as many tokens: see `export.packing.pack`. Positions
+    begin anew at each sequence. A mean over a pack is not one over the batch: divide each pack's
+    sum by the batch's trained tokens.
+
+    Args:
+        experiences: As for `collate_padded`.
+        token_budget: Tokens that a pack may have.
+        ranks: Data-parallel ranks.
+        missing_logprobs: As for `collate_padded`.
+        require_rewards: As for `collate_padded`.
+
+    Returns:
+        For each rank its batches, on the CPU.
+
+    Raises:
+        CollateError: As for `collate_padded`, or a sequence is longer than the budget, or the
+            ranks cannot share the sequences evenly.
+    """
+    batch = _checked(experiences, missing_logprobs)
+    with _collating():
+        dealt = pack([row.length for row in batch], token_budget, ranks=ranks)
+    return [
+        [_packed([batch[index] for index in each], require_rewards) for each in packs]
+        for packs in dealt
+    ]
+
+
+def _packed(batch: list[Row], require_rewards: bool) -> PackedBatch:
     lengths = [len(each.tokens) for each in batch]
     bounds = np.cumsum([0, *lengths])
     starts = [int(bound) for bound in bounds[:-1]]
@@ -207,7 +274,7 @@ def collate_packed(
     return PackedBatch(
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=max(lengths),
-        **_columns(batch, layout, missing_logprobs, require_rewards),
+        **_columns(batch, layout, require_rewards),
     )
 
 
@@ -244,32 +311,42 @@ class _Layout:
 
 
 def _columns(
-    batch: list[Experience],
+    batch: list[Row],
     layout: _Layout,
-    missing_logprobs: MissingLogprobs,
     require_rewards: bool,
     pad_token_id: int = 0,
 ) -> dict[str, Any]:
     """The fields of `Batch`."""
-    masks = _trained(batch, missing_logprobs)
-    version_index, versions = _versions(batch)
-    routed_experts, routed_valid = _routed(batch, layout.rows)
+    experiences = [row.experience for row in batch]
+    masks = [_response(row, row.mask) for row in batch]
+    version_index, versions = _versions(experiences)
+    routed_experts, routed_valid = _routed(experiences, layout.rows)
 
     def optional(name: str) -> torch.Tensor | None:
-        return _optional(batch, name, masks, layout.responses)
+        return _optional(experiences, name, masks, layout.responses)
 
+    advantages = optional("advantages")
+    if advantages is None and batch[0].advantage is not None:
+        run_wide = [
+            mask * np.float32(row.advantage or 0) for row, mask in zip(batch, masks, strict=True)
+        ]
+        advantages = layout.responses.lay(run_wide, np.float32)
     return {
-        "eids": [each.eid for each in batch],
-        "adapters": [each.adapter for each in batch],
-        "tokens": layout.tokens.lay([each.tokens for each in batch], np.int64, pad_token_id),
-        "position_ids": layout.tokens.lay([np.arange(len(e.tokens)) for e in batch], np.int64),
-        "prompt_lengths": torch.tensor([each.prompt_length for each in batch]),
+        "eids": [each.eid for each in experiences],
+        "adapters": [each.adapter for each in experiences],
+        "tokens": layout.tokens.lay([row.tokens for row in batch], np.int64, pad_token_id),
+        "position_ids": layout.tokens.lay([np.arange(row.length) for row in batch], np.int64),
+        "prompt_lengths": torch.tensor([row.prompt_length for row in batch]),
         "action_mask": layout.responses.lay(masks, np.bool_),
-        "logprobs": layout.responses.lay_known([each.logprobs for each in batch]),
-        "logprobs_valid": layout.responses.lay([e.logprobs_valid for e in batch], np.bool_),
+        "logprobs": layout.responses.lay(
+            [_response(row, row.logprobs) for row in batch], np.float32
+        ),
+        "logprobs_valid": layout.responses.lay(
+            [_finite(e.logprobs) for e in experiences], np.bool_
+        ),
         "rewards": _rewards(batch, require_rewards),
         "token_level_rewards": optional("token_level_reward"),
-        "advantages": optional("advantages"),
+        "advantages": advantages,
         "returns": optional("returns"),
         "teacher_logprobs": optional("teacher_logprobs"),
         "version_index": layout.responses.lay(version_index, np.int32, -1),
@@ -279,55 +356,52 @@ def _columns(
     }
 
 
+def _response(row: Row, values: AnyArray) -> AnyArray:
+    return values[row.prompt_length :]
+
+
+def _finite(logprobs: AnyArray | None) -> AnyArray | None:
+    return None if logprobs is None else np.isfinite(logprobs)
+
+
 def _ones(count: int) -> BoolArray:
     return np.ones(count, dtype=np.bool_)
 
 
-def _named(names: Sequence[object]) -> str:
-    """The first names of a list that may be a whole batch long."""
-    more = len(names) - 5
-    return ", ".join(map(str, names[:5])) + (f" and {more} more" if more > 0 else "")
+@contextmanager
+def _collating() -> Iterator[None]:
+    """What the rows refuse is refused here as well."""
+    try:
+        yield
+    except ExportError as error:
+        raise CollateError(str(error)) from None
 
 
-def _checked(experiences: Iterable[Experience]) -> list[Experience]:
-    batch = list(experiences)
+def _checked(source: Source, missing_logprobs: MissingLogprobs) -> list[Row]:
+    if isinstance(source, Rows):
+        batch = list(source.rows)
+    else:
+        with _collating():
+            made = rows(source, replace(_AS_RECORDED, missing_logprobs=missing_logprobs))
+        # Here a trajectory keeps a reward of its own, whatever its run's others have.
+        batch = [replace(row, reward=row.experience.reward) for row in made]
     if not batch:
         raise CollateError("no experiences to collate; a batch holds at least one")
-    empty = [each.eid for each in batch if not len(each.tokens)]
+    empty = [row.experience.eid for row in batch if not row.length]
     if empty:
-        raise CollateError(f"experiences without any token: {_named(empty)}")
+        raise CollateError(f"experiences without any token: {named(empty)}")
     return batch
 
 
-def _trained(batch: list[Experience], missing_logprobs: MissingLogprobs) -> list[BoolArray]:
-    """The action masks, without the tokens that have no logprob."""
-    if missing_logprobs not in ("error", "mask"):
-        raise CollateError(f"missing_logprobs is {missing_logprobs!r}, not 'error' or 'mask'")
-    masks, lacking = [], []
-    for each in batch:
-        given = _ones(each.response_length) if each.action_mask is None else each.action_mask
-        mask = given & each.logprobs_valid
-        wanted, left = int(given.sum()), int(mask.sum())
-        if left < wanted:
-            lacking.append(f"{each.eid} ({wanted - left} of {wanted})")
-        masks.append(mask)
-    if lacking and missing_logprobs == "error":
-        raise CollateError(
-            f"tokens to be trained have no logprob: {_named(lacking)}; "
-            "missing_logprobs='mask' leaves these tokens out"
-        )
-    return masks
-
-
-def _rewards(batch: list[Experience], require: bool) -> torch.Tensor | None:
+def _rewards(batch: list[Row], require: bool) -> torch.Tensor | None:
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
         rewards = np.array(
             [np.nan if each.reward is None else each.reward for each in batch], dtype=np.float64
         ).astype(np.float32)
-    lacking = [batch[i].eid for i in np.flatnonzero(~np.isfinite(rewards))]
+    lacking = [batch[i].experience.eid for i in np.flatnonzero(~np.isfinite(rewards))]
     if lacking and require:
         raise CollateError(
-            f"experiences without a finite reward: {_named(lacking)}; give them one, or pass "
+            f"experiences without a finite reward: {named(lacking)}; give them one, or pass "
             "require_rewards=False"
         )
     return None if lacking else torch.from_numpy(rewards)
@@ -342,14 +416,14 @@ def _optional(
     if len(lacking) == len(batch):
         return None
     if lacking and name != "token_level_reward":
-        raise CollateError(f"some experiences have {name}, these have not: {_named(lacking)}")
+        raise CollateError(f"some experiences have {name}, these have not: {named(lacking)}")
     unknown = [
         each.eid
         for each, value, mask in zip(batch, values, masks, strict=True)
         if value is not None and np.isnan(value[mask]).any()
     ]
     if unknown:
-        raise CollateError(f"{name} is NaN at tokens to be trained: {_named(unknown)}")
+        raise CollateError(f"{name} is NaN at tokens to be trained: {named(unknown)}")
     return places.lay_known(values)
 
 
@@ -378,7 +452,7 @@ def _routed(
         return None, None
     if len(shapes) > 1:
         which = [f"{list(shape)} in {eid}" for shape, eid in shapes.items()]
-        raise CollateError(f"routed experts have different [layers, top_k]: {_named(which)}")
+        raise CollateError(f"routed experts have different [layers, top_k]: {named(which)}")
     shape = next(iter(shapes))
     wide = any(routed.data.dtype != np.uint8 for _, routed in found)
     count = math.prod(rows.shape)

@@ -11,6 +11,22 @@ class InvalidKeyError(RecorderError, ValueError):
     """A text is not a record key or key prefix."""
 
 
+class SignatureError(InvalidKeyError):
+    """A record key is not signed, no longer valid, or signed by somebody else.
+
+    Args:
+        reason: `unsigned`, `expired` or `forged`.
+        text: The same in words; shows no part of the key.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reason, str(self))
+
+
 class CodecError(RecorderError, ValueError):
     """A blob is truncated, corrupt, or not one of ours."""
 
@@ -23,8 +39,20 @@ class CollateError(RecorderError, ValueError):
     """Experiences cannot be put into one batch."""
 
 
+class ExportError(RecorderError, ValueError):
+    """Experiences cannot be given to a trainer as they are; the message says the way out."""
+
+
 class StoreClosedError(RecorderError, RuntimeError):
     """A record store was used after `close()`."""
+
+
+class StoreFileError(RecorderError, OSError):
+    """A file cannot be the record store: it is damaged, something else's, or in use."""
+
+
+class NotSavedError(RecorderError, RuntimeError):
+    """What a call changed is in effect, but not on the store's disk; a crash would undo it."""
 
 
 class LeaseError(RecorderError, LookupError):
@@ -33,6 +61,15 @@ class LeaseError(RecorderError, LookupError):
 
 class ClientError(RecorderError):
     """A call to a server's `/records` failed."""
+
+    url: str = ""
+    """The server that failed; empty where several were asked."""
+    status: int | None = None
+    """The HTTP status of its answer; None where it gave none."""
+    failures: tuple[RecorderError, ...] = ()
+    """Where several servers were asked: the error of each that failed."""
+    elsewhere: str = ""
+    """What became of the call on the others, in words; empty where there is none."""
 
 
 class ServerUnreachableError(ClientError):
@@ -57,6 +94,10 @@ class NothingRecordedError(RecorderError, LookupError):
 
 class RunnerLostError(RecorderError):
     """The process that carried a run out ended, or no longer answered."""
+
+
+class BatchAbandonedError(RecorderError, LookupError):
+    """A batch was given up, and nothing more comes of it."""
 
 
 class UnsupportedEngineError(RecorderError, RuntimeError):

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from recorder_core.context import record_key, skip_recording
 
 if TYPE_CHECKING:
+    from recorder_core.local import LocalRecords
     from recorder_core.recorder import Recorder
 
 __all__ = ["install", "record_key", "skip_recording", "uninstall"]
 
 
-def install(engine: Any, recorder: Recorder | None = None) -> Recorder:
+def install(engine: Any, recorder: Recorder | None = None) -> LocalRecords:
     """Record what an engine in this process generates.
 
     The record key of a generation is the one in force where it is started (`record_key`).
@@ -26,23 +27,25 @@ def install(engine: Any, recorder: Recorder | None = None) -> Recorder:
         recorder: Where turns go; by default a new one over a `MemoryStore`.
 
     Returns:
-        The recorder in use; installing twice on one engine returns the first one.
+        The records, with `RecordClient`'s methods; installing twice on one engine goes on with the
+        recorder of the first time.
 
     Raises:
         UnsupportedEngineError: The SGLang version is not supported, or a hook was not applied.
 
     Example:
-        >>> recorder = sglang_recorder.install(engine)  # doctest: +SKIP
+        >>> records = sglang_recorder.install(engine)  # doctest: +SKIP
         >>> with sglang_recorder.record_key("0/task-7/1"):
         ...     engine.generate("Hello")  # doctest: +SKIP
     """
-    from sglang_recorder import hook
+    from recorder_core.local import LocalRecords
+    from sglang_recorder import hook_points
 
-    return hook.install(engine, recorder).recorder
+    return LocalRecords(hook_points.install(engine, recorder).recorder)
 
 
 def uninstall(engine: Any) -> None:
     """Undo `install`: later generations are not recorded; those in flight still are."""
-    from sglang_recorder import hook
+    from sglang_recorder import hook_points
 
-    hook.uninstall(engine)
+    hook_points.uninstall(engine)

@@ -9,9 +9,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from recorder_core.engines import EngineSupport, Gives, refuse
+from recorder_core.engines.refusals import refuse
+from recorder_core.engines.support import EngineSupport, Gives
 
-SUPPORT = EngineSupport("SGLang", "sglang-recorder", Version("0.5.11"), Version("0.5.24"))
+SUPPORT = EngineSupport("SGLang", "sglang-recorder", Version("0.5.11"), Version("0.5.23"))
 SPANS_SINCE = Version("0.5.19")
 """The first release whose scheduler reports which weights sampled each token."""
 
@@ -24,6 +25,7 @@ HOOKS = {
     "pause_generation": ["self", "obj"],
     "continue_generation": ["self", "obj"],
     "flush_cache": ["self"],
+    "unload_lora_adapter": ["self", "obj"],
     "update_weights_from_disk": ["self", "obj"],
     "update_weights_from_distributed": ["self", "obj"],
     "update_weights_from_tensor": ["self", "obj"],
@@ -34,7 +36,7 @@ HOOKS = {
 
 TABLE = [
     Gives(f"{SUPPORT.oldest} to 0.5.18", "the label in force, stamped when it changes", "yes"),
-    Gives(f"{SPANS_SINCE} to 0.5.23", "spans per token, from the engine", "yes"),
+    Gives(f"{SPANS_SINCE} to {SUPPORT.newest_tested}", "spans per token, from the engine", "yes"),
 ]
 """What each version gives; the tables of the README and the docs are checked against it."""
 
@@ -44,17 +46,41 @@ def reports_spans(version: Version) -> bool:
     return version >= SPANS_SINCE
 
 
-def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse ways of serving in which requests would go past the recorder unseen.
+def check_engine(server_args: Any) -> None:
+    """Refuse engines that generate where the recorder does not see it.
+
+    Args:
+        server_args: An engine's `ServerArgs`, or the launcher's arguments.
 
     Raises:
         UnsupportedEngineError: With the way out.
     """
+    workers = getattr(server_args, "tokenizer_worker_num", None) or 1
+    mode = getattr(server_args, "disaggregation_mode", None)
+    refuse(
+        {
+            f"{workers} tokenizer workers would each record only a part: use "
+            "--tokenizer-worker-num 1": workers > 1,
+            "a prefill server does not see what is generated: give the flag to the decode "
+            "server": mode == "prefill",
+        }
+    )
+
+
+def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse ways of serving in which requests would go past the recorder unseen.
+
+    Args:
+        args: The launcher's, as they were given: an engine fills others in.
+        environ: The environment.
+
+    Raises:
+        UnsupportedEngineError: With the way out.
+    """
+    check_engine(args)
 
     def given(name: str) -> Any:
         return getattr(args, name, None)
-
-    workers = given("tokenizer_worker_num") or 1
 
     def on(name: str) -> bool:
         return environ.get(name, "").lower() in ("1", "true", "yes", "y", "t", "on")
@@ -68,12 +94,8 @@ def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.en
             "the gRPC servers have no record keys and no routes for /records: leave out "
             "--grpc-mode, --smg-grpc-mode and --grpc-port, and unset SGLANG_ENABLE_GRPC and "
             "SGLANG_GRPC_PORT": grpc,
-            f"{workers} tokenizer workers would each record only a part: use "
-            "--tokenizer-worker-num 1": workers > 1,
             "an encoder generates nothing: give the flag to the language server, not to one with "
             "--encoder-only": bool(given("encoder_only")),
-            "a prefill server does not see what is generated: give the flag to the decode "
-            "server": given("disaggregation_mode") == "prefill",
             "an embedding model generates nothing: leave out --is-embedding or the flag": bool(
                 given("is_embedding")
             ),

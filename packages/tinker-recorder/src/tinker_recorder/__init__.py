@@ -4,6 +4,6 @@ Importing this package imports no SDK and patches nothing; `TinkerRecorder().ins
 """
 
 from recorder_core.context import record_key, skip_recording
-from tinker_recorder.recorder import Drained, TinkerRecorder, with_text
+from tinker_recorder.recorder import TinkerRecorder, with_text
 
-__all__ = ["Drained", "TinkerRecorder", "record_key", "skip_recording", "with_text"]
+__all__ = ["TinkerRecorder", "record_key", "skip_recording", "with_text"]

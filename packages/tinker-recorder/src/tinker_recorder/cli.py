@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
-import runpy
 import sys
+import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from recorder_core.codec import encode_records
-from recorder_core.context import record_key
 from recorder_core.errors import InvalidKeyError, RecorderError
-from recorder_core.keys import KeyPrefix, RecordKey
-from recorder_core.options import add_store_arguments, admin_key
+from recorder_core.keys import RecordKey
+from recorder_core.options import (
+    add_store_arguments,
+    admin_key,
+    make_store,
+    say_what_is_left,
+    secret,
+)
+from recorder_core.recent import Recent
 from recorder_core.stores import MemoryStore
 from tinker_recorder.recorder import TinkerRecorder
+from tinker_recorder.script import RecordFile, Script
 
 logger = logging.getLogger("tinker_recorder")
 
@@ -30,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_run(commands)
     _add_serve(commands)
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         args.call(args)
     except RecorderError as error:
@@ -43,7 +47,7 @@ def _add_run(commands: Any) -> None:
         "run",
         help="run a Python script and record what it samples",
         description="Run a Python script, unchanged, and record what it samples through the "
-        "Tinker SDK. When it ends, however it ends, its records are written to a file.",
+        "Tinker SDK. When it ends, by itself or by a signal, its records are written to a file.",
     )
     run.add_argument(
         "--key",
@@ -54,10 +58,9 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--out",
         type=Path,
-        default=Path("records.safetensors"),
+        default=Path("records.rec"),
         metavar="FILE",
-        help="where the records go: recorder_core.decode_records reads them. "
-        "Default: records.safetensors.",
+        help="where the records go: recorder_core.decode_runs reads them. Default: records.rec.",
     )
     run.add_argument("--strict", action="store_true", help="refuse samples without a record key")
     run.add_argument("script", help="the script")
@@ -66,29 +69,9 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    out = RecordFile(args.out)
     recorder = TinkerRecorder(MemoryStore(sys.maxsize), strict=args.strict)
-    recorder.instrument()
-    # What a script sees when Python itself runs it.
-    sys.argv = [args.script, *args.args]
-    sys.path[0] = str(Path(args.script).resolve().parent)
-    try:
-        with ExitStack() as stack:
-            if args.key is not None:
-                stack.enter_context(record_key(args.key))
-            runpy.run_path(args.script, run_name="__main__")
-    finally:
-        recorder.close()
-        records = recorder.store.get(KeyPrefix())
-        args.out.write_bytes(encode_records(records))
-        stats = recorder.stats()
-        logger.info(
-            "%d samples: %d recorded in %s, %d dropped; %d calls without a record key",
-            stats.started,
-            len(records),
-            args.out,
-            sum(stats.dropped.values()),
-            sum(stats.unkeyed.values()),
-        )
+    Script(recorder, out).run(args.script, args.args, args.key)
 
 
 def _add_serve(commands: Any) -> None:
@@ -107,6 +90,13 @@ def _add_serve(commands: Any) -> None:
         "--api-key", metavar="K", help="what agents must know: they send K:<record key>"
     )
     serve.add_argument("--base-url", metavar="URL", help="the Tinker service, else TINKER_BASE_URL")
+    serve.add_argument(
+        "--connect-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="how long to wait at start until the Tinker service answers, in seconds. Default: 60.",
+    )
     serve.add_argument("--served-model-name", metavar="NAME", help="the model's name in the API")
     serve.add_argument(
         "--tokenizer", metavar="NAME", help="a tokenizer's name or folder; default: the model's"
@@ -131,6 +121,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if not args.api_key and not _is_loopback(args.host):
         raise SystemExit(
             f"tinker-recorder: error: on {args.host} whoever reaches the server would sample at "
@@ -139,34 +130,43 @@ def _serve(args: argparse.Namespace) -> None:
     try:
         import uvicorn
 
+        from recorder_core.server import AdminGuard
         from tinker_recorder import compat
 
         compat.check_sdk()
-        from tinker_recorder.serve import Rendering, SamplerPool, create_app
+        from tinker_recorder.serve import Rendering, connect, create_app
     except ImportError as error:
         raise SystemExit(
             f"tinker-recorder: error: {error}; serve needs: pip install 'tinker-recorder[serve]'"
         ) from None
-    samplers = SamplerPool(args.base_model, args.model_path, base_url=args.base_url)
-    recorder = TinkerRecorder(MemoryStore(args.recording_max_bytes))
+    samplers = connect(
+        args.base_model,
+        args.model_path,
+        base_url=args.base_url,
+        timeout_s=args.connect_timeout,
+    )
+    recent = Recent(args.recording_recent_bytes)
+    store = make_store(args.recording_store, args.recording_max_bytes, recent)
+    recorder = TinkerRecorder(store)
+    guard = AdminGuard(admin_key(args))
     app = create_app(
         samplers,
         Rendering(samplers.tokenizer(args.tokenizer), args.renderer),
         recorder.recorder,
         name=args.served_model_name,
-        admin_key=admin_key(args),
+        guard=guard,
         api_key=args.api_key,
+        secret=secret(args),
         max_tokens=args.max_tokens,
     )
     logger.info(
         "Sampling from %s; recording under <batch>/<task>/<run> API keys; /records %s",
         samplers.current.weights.label,
-        "wants the admin key"
-        if admin_key(args)
-        else "answers loopback only, as no admin key is set",
+        guard.audience,
     )
     uvicorn.run(app, host=args.host, port=args.port, timeout_keep_alive=300)
     recorder.close()
+    say_what_is_left(recorder.recorder, args.recording_store)
 
 
 def _record_key(text: str) -> RecordKey:
@@ -174,6 +174,13 @@ def _record_key(text: str) -> RecordKey:
         return RecordKey.parse(text)
     except InvalidKeyError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait: give seconds above 0")
+    return seconds
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from recorder_core.drops import DropReason
+
 Finish = Callable[[BaseException | None], None]
 """Completes the future: with its result, or with an exception instead."""
 
@@ -25,7 +27,7 @@ def plain(future: Any) -> Future[Any]:
 def chained(
     future: Any,
     succeeded: Callable[[Any, Finish], None],
-    failed: Callable[[str], None] = lambda reason: None,
+    failed: Callable[[DropReason], None] = lambda reason: None,
 ) -> Any:
     """A future of the same type, completed in the same way as `future`, but later.
 
@@ -49,12 +51,12 @@ def chained(
             outer.cancel()
         # From here on it cannot be cancelled, just as a future that is done.
         if not outer.set_running_or_notify_cancel():
-            failed("cancelled")
+            failed(DropReason.CANCELLED)
             return
         error = inner.exception()
         if error is not None:
             outer.set_exception(error)
-            failed("failed")
+            failed(DropReason.FAILED)
             return
         result = inner.result()
         succeeded(result, _finisher(outer, result))

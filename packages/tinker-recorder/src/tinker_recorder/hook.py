@@ -15,6 +15,7 @@ from typing import Any
 import tinker
 
 from recorder_core.context import MISSING, SKIPPED, current_identity
+from recorder_core.drops import DropReason
 from recorder_core.errors import MissingKeyError, RecorderError
 from recorder_core.recorder import Recorder
 from tinker_recorder import compat
@@ -116,7 +117,7 @@ class Hook:
             future = original(client, prompt, num_samples, sampling_params, *args, **kwargs)
         except BaseException:
             if call is not None:
-                call.drop("failed")
+                call.drop(DropReason.FAILED)
             raise
         if call is None:
             return future
@@ -126,7 +127,7 @@ class Hook:
             return chained(future, functools.partial(self._sampled, client, call), call.drop)
         except Exception:  # noqa: BLE001 - the sample comes first: counted and logged, never raised
             self.recorder.count_error("a sample was not recorded")
-            call.drop("error")
+            call.drop(DropReason.ERROR)
             return future
 
     def _started(self, num_samples: int, params: Any) -> Call | None:
@@ -137,7 +138,7 @@ class Hook:
                     "no record key is in force where this sample is started: use `with "
                     "recorder.record_key(...)`, or recorder.bind(client, key) in thread pools"
                 )
-            self.recorder.count_unkeyed(identity.reason)
+            self.recorder.count_unkeyed(identity.reason, identity.detail)
             return None
         try:
             return Call(self.recorder, identity, num_samples, params, raises=self._raises)
@@ -150,7 +151,7 @@ class Hook:
             self._samplers.then(client, lambda weights: call.finish(response, weights, finish))
         except Exception:  # noqa: BLE001 - the sample comes first: counted and logged, never raised
             self.recorder.count_error("a sample was not recorded")
-            call.drop("error")
+            call.drop(DropReason.ERROR)
             finish(None)
 
     def _create(

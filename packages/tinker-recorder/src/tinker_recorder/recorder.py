@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any, Literal
 
 from recorder_core.context import record_key
 from recorder_core.errors import RecorderError
-from recorder_core.experience import Experience
-from recorder_core.keys import KeyPrefix, RecordKey
-from recorder_core.protocol import DEFAULT_LEASE_S
-from recorder_core.recorder import Recorder, RecorderStats
+from recorder_core.keys import RecordKey
+from recorder_core.local import LocalRecords
+from recorder_core.recorder import Recorder
 from recorder_core.records import Record
-from recorder_core.stores import Lease, RecordStore
-from recorder_core.trajectories import assemble
+from recorder_core.stores import RecordStore
 from tinker_recorder.binding import BoundClient
 
 OnError = Literal["count", "raise"]
 
 
-class TinkerRecorder:
-    """Records what this process samples through the Tinker SDK.
+class TinkerRecorder(LocalRecords):
+    """Records what this process samples through the Tinker SDK; see `LocalRecords` for the rest.
 
     A sample is recorded under the key in force where it is started: `record_key`, or a client
     bound to a key. Its record is stored before the caller's future completes.
@@ -51,16 +48,11 @@ class TinkerRecorder:
     ) -> None:
         if on_error not in ("count", "raise"):
             raise ValueError(f"on_error is {on_error!r}, it must be 'count' or 'raise'")
-        self.recorder = Recorder(store)
+        super().__init__(Recorder(store))
         self._strict = strict
         self._raises = on_error == "raise"
         self._hook: Any = None
         self._process = os.getpid()
-
-    @property
-    def store(self) -> RecordStore:
-        """Where the records are."""
-        return self.recorder.store
 
     def instrument(self) -> None:
         """Record from now on; once is enough, again does nothing.
@@ -109,80 +101,10 @@ class TinkerRecorder:
         """
         return BoundClient(client, key)
 
-    def update_reward(
-        self, key: RecordKey | str, reward: float, *, info: Mapping[str, Any] | None = None
-    ) -> int:
-        """Write the reward of a run; returns the number of records updated."""
-        return self.store.update(_key(key), reward=reward, info=info)
-
-    def drain(
-        self, prefix: str | RecordKey | KeyPrefix = "", *, lease_s: float = DEFAULT_LEASE_S
-    ) -> Drained:
-        """Take the records under a prefix, for `lease_s` seconds or until they are acknowledged.
-
-        Example:
-            >>> with recorder.drain("0") as drained:  # acknowledged when the block ends well
-            ...     train(drained.experiences)  # doctest: +SKIP
-        """
-        wanted = prefix if isinstance(prefix, KeyPrefix) else KeyPrefix(str(prefix))
-        self.flush()
-        pending = self.recorder.pending(wanted)
-        return Drained(self.store, self.store.drain(wanted, lease_s), pending)
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every sample that has finished is stored or dropped."""
-        return self.recorder.flush(timeout)
-
-    def stats(self) -> RecorderStats:
-        """The counters."""
-        return self.recorder.stats()
-
     def close(self, timeout: float = 10.0) -> None:
         """Record no more, and store what is left."""
         self.uninstrument()
-        self.recorder.close(timeout)
-
-
-class Drained:
-    """Records taken from a recorder; as a context manager, acknowledged when the block ends well.
-
-    Args:
-        store: Where they are from.
-        lease: What was taken.
-        pending: Samples under the prefix that were still in flight.
-    """
-
-    def __init__(self, store: RecordStore, lease: Lease, pending: int) -> None:
-        self._store = store
-        self._lease = lease
-        self.pending = pending
-
-    @property
-    def records(self) -> list[Record]:
-        """By key, parents before the records that continue them."""
-        return list(self._lease.records)
-
-    @cached_property
-    def experiences(self) -> list[Experience]:
-        """The records assembled, on first use; see `recorder_core.assemble`."""
-        return assemble(self._lease.records)
-
-    def ack(self) -> int:
-        """They are safe with the caller: forget them; returns how many.
-
-        Raises:
-            LeaseError: The lease has run out, and they are back in the store.
-        """
-        return self._store.ack(self._lease.id)
-
-    def __enter__(self) -> Drained:
-        """Nothing yet."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Acknowledge, unless the block raised."""
-        if kind is None:
-            self.ack()
+        super().close(timeout)
 
 
 def with_text(records: Iterable[Record], tokenizer: Any) -> list[Record]:
@@ -202,15 +124,8 @@ def with_text(records: Iterable[Record], tokenizer: Any) -> list[Record]:
         return str(decoder.decode(ids[ids >= 0].tolist()))
 
     return [
-        record.model_copy(
-            update={
-                "prompt_text": decode(record.prompt_ids),
-                "response_text": decode(record.response_ids),
-            }
+        record.replace(
+            prompt_text=decode(record.prompt_ids), response_text=decode(record.response_ids)
         )
         for record in records
     ]
-
-
-def _key(key: RecordKey | str) -> RecordKey:
-    return key if isinstance(key, RecordKey) else RecordKey.parse(key)

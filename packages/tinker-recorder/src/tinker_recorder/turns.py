@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +14,10 @@ import numpy as np
 
 from recorder_core.arrays import AnyArray
 from recorder_core.context import Identity
+from recorder_core.drops import DropReason
 from recorder_core.errors import NotRecordedError
-from recorder_core.recorder import Outcome, Pending, Recorder
+from recorder_core.intake import Outcome, Pending
+from recorder_core.recorder import Recorder
 from recorder_core.records import FinishReason, MultiModalItem, Sampling, Turn, VersionSpan
 
 Complete = Callable[[NotRecordedError | None], None]
@@ -22,7 +26,15 @@ Complete = Callable[[NotRecordedError | None], None]
 PLACEHOLDER = -1
 """Stands in a prompt for a token of an image: the SDK does not know its id."""
 
-_FAILURES = frozenset({"closed", "error", "full", "no_parent", "queue_full"})
+_FAILURES = frozenset(
+    {
+        DropReason.CLOSED,
+        DropReason.ERROR,
+        DropReason.FULL,
+        DropReason.NO_PARENT,
+        DropReason.QUEUE_FULL,
+    }
+)
 """Reasons for which a turn is dropped that are nobody's wish."""
 
 
@@ -62,12 +74,21 @@ def read_prompt(prompt: Any) -> Prompt:
                 MultiModalItem(modality=modality, offset=end, length=length or 0, identity=identity)
             )
             flags.append("prompt_placeholders" if length else "prompt_length_unknown")
-            tokens = np.full(length or 0, PLACEHOLDER, dtype=np.int32)
-        parts.append(np.array(tokens, dtype=np.int32))
-        end += len(parts[-1])
-    # A copy in every case: what the caller does with its list later is not in the record.
+            part = np.full(length or 0, PLACEHOLDER, dtype=np.int32)
+        else:
+            part = _copied(tokens)
+        parts.append(part)
+        end += len(part)
     ids = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
     return Prompt(ids, tuple(items), tuple(dict.fromkeys(flags)))
+
+
+def _copied(tokens: Sequence[int]) -> AnyArray:
+    """Ids in memory of their own: what the caller does with its list later is not in the record."""
+    ids = np.empty(len(tokens), dtype=np.int32)
+    # In half the time that numpy takes to read a list; what does not fit raises as there.
+    struct.pack_into(f"{len(ids)}i", ids.data, 0, *tokens)
+    return ids
 
 
 def _length(chunk: Any) -> int | None:
@@ -108,6 +129,12 @@ def _finish_reason(stop_reason: Any) -> tuple[FinishReason, tuple[str, ...]]:
         return FinishReason.ERROR, ("unknown_stop_reason",)
 
 
+@functools.lru_cache(maxsize=1024)
+def _sampling(temperature: float, top_p: float, top_k: int, seed: int | None) -> Sampling:
+    # Calls sample alike: their records share one object, which is immutable.
+    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+
+
 class Call:
     """One call of `sample` that is recorded: in flight from here on, until it ends one way.
 
@@ -134,7 +161,7 @@ class Call:
         self._arrived = time.time()
         self._pending = [recorder.start(identity.key) for _ in range(num_samples)]
 
-    def drop(self, reason: str) -> None:
+    def drop(self, reason: DropReason) -> None:
         """Nothing was sampled, or nothing is to be kept."""
         for pending in self._pending:
             pending.drop(reason)
@@ -158,15 +185,15 @@ class Call:
             turns = self._turns(response, weights, details)
         except Exception as error:  # noqa: BLE001 - the sample comes first: counted and logged
             self._recorder.count_error("samples of %s were not recorded", self._identity.key)
-            self.drop("error")
-            complete(self._failure(Outcome("error", error)))
+            self.drop(DropReason.ERROR)
+            complete(self._failure(Outcome(DropReason.ERROR, error)))
             return
         wait = _Countdown(len(turns), lambda outcome: complete(self._failure(outcome)))
         pending = self._pending + [self._start() for _ in turns[len(self._pending) :]]
         for each, turn in zip(pending, turns, strict=False):
             each.finish(turn, wait.settled)
         for each in pending[len(turns) :]:
-            each.drop("not_returned")
+            each.drop(DropReason.NOT_RETURNED)
 
     def _start(self) -> Pending:
         assert self._identity.key is not None
@@ -176,7 +203,7 @@ class Call:
         if not self._raises or outcome is None or outcome.dropped not in _FAILURES:
             return None
         failure = NotRecordedError(
-            f"a sample of {self._identity.key} was not recorded: {outcome.dropped}"
+            f"a sample of {self._identity.key} was not recorded: {outcome.dropped.value}"
             + (f" ({outcome.error!r})" if outcome.error else "")
         )
         failure.__cause__ = outcome.error
@@ -188,12 +215,7 @@ class Call:
         assert self._identity.key is not None
         now = time.time()
         params = self._params
-        sampling = Sampling(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-        )
+        sampling = _sampling(params.temperature, params.top_p, params.top_k, params.seed)
         turns = []
         for index, sequence in enumerate(response.sequences):
             tokens = read_tokens(sequence)
@@ -212,6 +234,7 @@ class Call:
                     request_id=getattr(sequence, "sequence_id", None) or "",
                     sample_index=index,
                     attempt=self._identity.attempt,
+                    exchange=self._identity.exchange,
                     created_at=self._arrived,
                     finished_at=now,
                     flags=(*self.prompt.flags, *weights.flags, *flags),

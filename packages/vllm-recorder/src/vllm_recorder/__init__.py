@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from recorder_core.context import record_key, skip_recording
 
 if TYPE_CHECKING:
+    from recorder_core.local import LocalRecords
     from recorder_core.recorder import Recorder
 
 __all__ = ["install", "record_key", "skip_recording", "uninstall"]
 
 
-def install(engine: Any, recorder: Recorder | None = None) -> Recorder:
+def install(engine: Any, recorder: Recorder | None = None) -> LocalRecords:
     """Record what an engine in this process generates.
 
     The record key of a generation is the one in force where it is started (`record_key`), else
@@ -27,20 +28,29 @@ def install(engine: Any, recorder: Recorder | None = None) -> Recorder:
         recorder: Where turns go; by default a new one over a `MemoryStore`.
 
     Returns:
-        The recorder in use; installing twice on one engine returns the first one.
+        The records, with `RecordClient`'s methods; installing twice on one engine goes on with the
+        recorder of the first time.
 
     Raises:
         UnsupportedEngineError: The vLLM version is not supported, or the engine has no output
             processor in this process.
 
     Example:
-        >>> recorder = vllm_recorder.install(llm)  # doctest: +SKIP
+        >>> records = vllm_recorder.install(llm)  # doctest: +SKIP
         >>> with vllm_recorder.record_key("0/task-7/1"):
         ...     llm.generate("Hello")  # doctest: +SKIP
     """
+    from recorder_core.errors import UnsupportedEngineError
+    from recorder_core.local import LocalRecords
+    from recorder_core.recorder import Recorder
     from vllm_recorder import hook
 
-    return hook.install(engine, recorder)
+    installed = hook.install(engine, recorder).recorder
+    if not isinstance(installed, Recorder):
+        raise UnsupportedEngineError(
+            "the engine's front ends share a recorder in another process; ask it by HTTP"
+        )
+    return LocalRecords(installed)
 
 
 def uninstall(engine: Any) -> None:

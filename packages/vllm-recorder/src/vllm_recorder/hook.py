@@ -10,36 +10,40 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
+import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
-import numpy as np
 import vllm
 from vllm.v1.engine import FinishReason as EngineFinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
 from recorder_core.context import MISSING, Identity, current_identity, identify
-from recorder_core.engines import VersionLabels
+from recorder_core.drops import DropReason
 from recorder_core.errors import UnsupportedEngineError
-from recorder_core.recorder import Pending, Recorder
+from recorder_core.intake import Intake, Pending
+from recorder_core.recorder import Recorder
 from recorder_core.records import (
     FinishReason,
     MultiModalItem,
-    RoutedExperts,
-    Sampling,
     Turn,
     VersionSpan,
 )
-from vllm_recorder import compat
+from vllm_recorder import compat, experts
+from vllm_recorder.column import Chosen, Columns
+from vllm_recorder.sampling import flags_of, sampling_of
+from vllm_recorder.sampling_masks import SamplingMaskChunks
+from vllm_recorder.side_calls import side_call, side_calls
+from vllm_recorder.weights import GenerationWeights, Weights
+
+logger = logging.getLogger("vllm.recorder")
 
 _MISSING = float("nan")
-_BEAM = re.compile(r"-beam-\d+$")
-"""vLLM's beam search makes a request of each step of each beam; none is a sample."""
 
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -57,18 +61,21 @@ class ChosenLogprobs(LogprobsProcessor):
     """
 
     chosen: array[float]
-    recorder: Recorder
+    columns: Columns | None
+    """Where the values come from, if the engine core sends them so."""
+    recorder: Intake
 
     def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
         # A fault here would end vLLM's output loop, for every request. What is missing then is
         # flagged by the recorder: the record has fewer logprobs than ids.
         try:
+            if type(logprobs_lists) is Chosen:
+                self.chosen.fromlist(logprobs_lists.values)
+                return
             # [tokens, 1 + top-k]: the sampler puts the sampled token first.
-            values = logprobs_lists.logprobs
-            if len(values) == 1:
-                self.chosen.append(values.item(0))
-            else:
-                self.chosen.extend(values[:, 0].tolist())
+            self.chosen.fromlist(logprobs_lists.logprobs[:, 0].tolist())
+            if self.columns is not None:
+                self.columns.missing()
         except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
             self.recorder.count_error("a logprob could not be read")
 
@@ -90,8 +97,9 @@ class RecordedRequest(RequestState):
         """As vLLM's; on the last call the finished state is handed to the recorder."""
         if finish_reason is not None:
             self.recording.finish(self, finish_reason, stop_reason)
-        return super().make_request_output(
-            new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs
+        # Called for every token: `super()` would take as long as the rest.
+        return RequestState.make_request_output(
+            self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs
         )
 
 
@@ -117,17 +125,22 @@ class UnrecordedRequest(RequestState):
 class Recording:
     """What the hook knows of one generation beyond vLLM's own state."""
 
-    __slots__ = ("_arrived", "_attempt", "_hook", "_multi_modal", "_params", "_pending", "labels")
+    __slots__ = (
+        *("_arrived", "_hook", "_identity", "_multi_modal", "_params", "_pending"),
+        *("sampling_masks", "weights"),
+    )
 
-    def __init__(self, hook: Hook, pending: Pending, request: Any, attempt: int) -> None:
+    def __init__(self, hook: Hook, pending: Pending, request: Any, identity: Identity) -> None:
         self._hook = hook
         self._pending = pending
         self._params = request.sampling_params
-        self._attempt = attempt
+        self._identity = identity
         self._arrived = request.arrival_time
         # Read here: the features hold images, which must not live as long as the generation.
         self._multi_modal = _multi_modal(request.mm_features)
-        self.labels = VersionLabels(hook.version)  # used where the engine reports no spans
+        self.weights = hook.weights.of_generation(request.lora_request)
+        self.sampling_masks: SamplingMaskChunks | None = None
+        """None: the engine returns none."""
 
     def finish(
         self, state: RecordedRequest, finish_reason: EngineFinishReason, stop_reason: Any
@@ -136,7 +149,7 @@ class Recording:
         try:
             self._pending.finish(self._turn(state, finish_reason, stop_reason))
         except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
-            self._pending.drop("error")
+            self._pending.drop(DropReason.ERROR)
             self._hook.recorder.count_error("request %s was not recorded", state.external_req_id)
 
     def _turn(
@@ -144,10 +157,9 @@ class Recording:
     ) -> Turn:
         detokenizer = state.detokenizer
         response_ids = detokenizer.output_token_ids
-        versions, flags = self._versions(state, len(response_ids))
+        versions, version_flags = self._versions(state, len(response_ids))
         reason = str(finish_reason)
-        if reason == "repetition":
-            flags = (*flags, reason)
+        known = (*version_flags, reason) if reason == "repetition" else version_flags
         return Turn(
             key=self._pending.key,
             prompt_ids=state.prompt_token_ids,
@@ -158,42 +170,47 @@ class Recording:
             stop_reason=stop_reason,
             prompt_text=state.prompt,
             response_text=getattr(detokenizer, "output_text", None),
-            routed_experts=self._routed(state, len(response_ids)),
-            sampling=self._hook.sampling(self._params),
+            routed_experts=self._routed(state, len(response_ids), finish_reason),
+            sampling_mask=self._masks(len(response_ids)),
+            sampling=functools.partial(sampling_of, self._params, self._hook.logprobs_mode),
             adapter=state.lora_name,
             multi_modal=self._multi_modal,
             request_id=state.external_req_id,
             sample_index=state.request_index,
-            attempt=self._attempt,
+            attempt=self._identity.attempt,
             cached_tokens=state.num_cached_tokens,
             created_at=self._arrived,
             finished_at=time.time(),
-            flags=flags,
+            flags=functools.partial(self._flags, known),
+            exchange=self._identity.exchange,
         )
+
+    def _flags(self, known: tuple[str, ...]) -> tuple[str, ...]:
+        return flags_of(self._params, watermarks=self._hook.watermarks) + known
 
     def _versions(
         self, state: RecordedRequest, count: int
     ) -> tuple[Sequence[VersionSpan], tuple[str, ...]]:
-        if self._hook.engine_reports_spans:
-            spans = state._weight_version_spans() or ()
-            return [VersionSpan(each.start, each.end, each.version) for each in spans], ()
-        return self.labels.spans(count)
+        if not self._hook.engine_reports_spans:
+            return self.weights.spans(count, None)
+        spans = state._weight_version_spans() or ()
+        reported = [VersionSpan(each.start, each.end, each.version) for each in spans]
+        return self.weights.spans(count, reported)
 
-    def _routed(self, state: RecordedRequest, count: int) -> Any:
+    def _routed(self, state: RecordedRequest, count: int, finish_reason: EngineFinishReason) -> Any:
         chunks = state.routed_experts_chunks
         if not chunks:
             return None
         if self._hook.hide_routed_experts:
             state.routed_experts_chunks = []
         start = getattr(self._params, "routed_experts_prompt_start", 0) or 0
-        rows = state.prompt_len + count - 1
-        return lambda: _join_routed(chunks, start, rows)
+        rows = state.prompt_len + count - 1 - start
+        ended = finish_reason not in (EngineFinishReason.ABORT, EngineFinishReason.ERROR)
+        return lambda: experts.join(chunks, start=start, rows=rows, ended=ended)
 
-
-def _join_routed(chunks: list[Any], start: int, rows: int) -> RoutedExperts | None:
-    data = np.concatenate(chunks, axis=0)
-    # Rows beyond the kept tokens belong to what a stop string cut off.
-    return RoutedExperts(data=data[: max(rows - start, 0)], start=start)
+    def _masks(self, count: int) -> Any:
+        masks = self.sampling_masks
+        return None if masks is None else functools.partial(masks.joined, count)
 
 
 def _logprobs_of(processor: Any, response_ids: Sequence[int]) -> Any:
@@ -237,118 +254,141 @@ class Hook:
     """
 
     def __init__(
-        self, engine: Any, recorder: Recorder, *, version: str, hide_routed_experts: bool
+        self, engine: Any, recorder: Intake, *, version: str, hide_routed_experts: bool
     ) -> None:
+        side_calls.watch()  # first: it may refuse
         self.recorder = recorder
-        self.version = version
         self.hide_routed_experts = hide_routed_experts
         self.engine_reports_spans = hasattr(RequestState, "_weight_version_spans")
-        self._engine = engine
+        self.columns = Columns.of(engine, recorder)
         self._processor = engine.output_processor
         self._add_request = self._processor.add_request
-        self._logprobs_mode = str(engine.vllm_config.model_config.logprobs_mode)
-        self._processor.add_request = self.add_request
-        # AsyncLLM's is a coroutine, LLMEngine's a function.
-        self._is_async = hasattr(engine, "update_weight_version")
-        self._relabel_name = "update_weight_version" if self._is_async else "set_weight_version"
-        self._relabel = getattr(engine, self._relabel_name)
-        setattr(engine, self._relabel_name, self._relabel_async if self._is_async else self.relabel)
+        # Since 0.30.
+        self.watermarks = getattr(engine.vllm_config, "watermark_config", None) is not None
+        # Since 0.28.
+        self._returns_sampling_masks = getattr(
+            engine.vllm_config.model_config, "return_sampling_mask", False
+        )
+        self._transfers = engine.vllm_config.kv_transfer_config is not None
+        self.logprobs_mode = str(engine.vllm_config.model_config.logprobs_mode)
+        self.weights = Weights(engine, version, self._live, recorder.count_error)
+        self._abort_requests = self._processor.abort_requests
+        self._propagate_error = self._processor.propagate_error
+        self._patches: dict[str, Any] = {"add_request": self.add_request}
+        if isinstance(engine, LLMEngine):
+            self._patches["abort_requests"] = self.abort_requests
+        else:
+            self._patches["propagate_error"] = self.propagate_error
+        for name, patch in self._patches.items():
+            setattr(self._processor, name, patch)
 
     def remove(self) -> None:
         """Later requests are not recorded."""
-        self._processor.add_request = self._add_request
-        setattr(self._engine, self._relabel_name, self._relabel)
+        for name in self._patches:
+            delattr(self._processor, name)
+        side_calls.unwatch()
+        self.weights.remove()
 
-    async def _relabel_async(self, version: str) -> None:
-        await self._relabel(version)
-        self._labelled(version)
-
-    def relabel(self, version: str) -> None:
-        """As the engine's; the generations in flight learn the label of what comes next."""
-        self._relabel(version)
-        self._labelled(version)
-
-    def _labelled(self, version: str) -> None:
-        self.version = version
+    def _live(self) -> Iterator[tuple[str | None, GenerationWeights, int]]:
         for state in list(self._processor.request_states.values()):
             if isinstance(state, RecordedRequest) and state.detokenizer is not None:
-                state.recording.labels.change(version, state.detokenizer.num_output_tokens())
+                yield (
+                    state.lora_name,
+                    state.recording.weights,
+                    state.detokenizer.num_output_tokens(),
+                )
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """As the output processor's; then takes the request's state over."""
+        # More input of a session, or its end: what it is was decided when it began.
+        known = request.request_id in self._processor.request_states
         result = self._add_request(request, *args, **kwargs)
+        if known:
+            return result
         try:
             self._attach(request)
         except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
             self.recorder.count_error("request %s is not recorded", request.request_id)
         return result
 
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
+        """As the output processor's, which makes no last output in an `LLMEngine`."""
+        states = dict(self._processor.request_states)
+        aborted: list[str] = self._abort_requests(request_ids, internal)
+        self._end((states[each] for each in aborted if each in states), EngineFinishReason.ABORT)
+        return aborted
+
+    def propagate_error(self, error: Exception) -> None:
+        """As the output processor's; generations in flight end here, without a last output."""
+        self._propagate_error(error)
+        self._end(self._processor.request_states.values(), EngineFinishReason.ERROR)
+
+    def _end(self, states: Iterable[RequestState], reason: EngineFinishReason) -> None:
+        for state in states:
+            if isinstance(state, RecordedRequest):
+                state.recording.finish(state, reason, None)
+
     def _attach(self, request: Any) -> None:
         params = request.sampling_params
         if params is None:
             return  # pooling: nothing is generated
         state = self._processor.request_states[request.request_id]
-        if isinstance(state, RecordedRequest):
-            return
         if self.hide_routed_experts:
             state.__class__ = UnrecordedRequest  # unless it turns out below to be recorded
         identity = current_identity()
         if identity is None:
             identity = _identity_of(params)
         if identity.key is None:
-            self.recorder.count_unkeyed(identity.reason)
+            self.recorder.count_unkeyed(identity.reason, identity.detail)
             return
         pending = self.recorder.start(identity.key)
-        refusal = _refusal(request)
-        if refusal:
+        refusal = self._refusal(request)
+        if refusal is not None:
             pending.drop(refusal)
             return
         try:
-            self._take_over(request, state, Recording(self, pending, request, identity.attempt))
+            self._take_over(request, state, Recording(self, pending, request, identity))
         except Exception:
-            pending.drop("error")
+            pending.drop(DropReason.ERROR)
             raise
+
+    def _refusal(self, request: Any) -> DropReason | None:
+        """Why a request that carries a key is not recorded; None if it is."""
+        if request.resumable:
+            return DropReason.STREAMING_INPUT
+        if request.prompt_token_ids is None:
+            return DropReason.PROMPT_EMBEDS
+        if self._prefills(request.sampling_params):
+            return DropReason.PREFILL
+        return side_call(request.sampling_params)
+
+    def _prefills(self, params: Any) -> bool:
+        """Whether another engine decodes: the token sampled here is not shown then."""
+        if not self._transfers:
+            return False
+        transfer = (params.extra_args or {}).get("kv_transfer_params")
+        return isinstance(transfer, dict) and bool(transfer.get("do_remote_decode"))
 
     def _take_over(self, request: Any, state: Any, recording: Recording) -> None:
         state.recording = recording
         state.__class__ = RecordedRequest
+        if self._returns_sampling_masks:
+            recording.sampling_masks = state.sampling_mask_chunks = SamplingMaskChunks(
+                self.recorder
+            )
         if request.sampling_params.num_logprobs is None:
-            processor = state.logprobs_processor
-            processor.chosen = array("f")
-            processor.recorder = self.recorder
-            processor.__class__ = ChosenLogprobs
-            # 0 asks the engine for the sampled token's logprob only. On a copy: the state above
-            # was made from the client's own parameters, and so its reply is. Last, as vLLM's own
-            # processor takes logprobs that were not asked for as a fault of the engine.
+            # 0 asks the engine for the sampled token's logprob only. On a copy: the state was made
+            # from the client's own parameters, and so its reply is.
             params = copy(request.sampling_params)
             params.logprobs = 0
+            processor = state.logprobs_processor
+            processor.chosen = array("f")
+            processor.columns = self.columns if self.columns.mark(params) else None
+            processor.recorder = self.recorder
+            processor.__class__ = ChosenLogprobs
+            # Last, as vLLM's own processor takes logprobs that were not asked for as a fault of
+            # the engine.
             request.sampling_params = params
-
-    def sampling(self, params: Any) -> Sampling:
-        """How a generation is sampled."""
-        return _sampling(
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            params.min_p,
-            params.seed,
-            self._logprobs_mode,
-        )
-
-
-@functools.lru_cache(maxsize=1024)
-def _sampling(
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int | None, mode: str
-) -> Sampling:
-    # Requests are sampled alike: their records share one object, which is immutable.
-    return Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        logprobs_mode=mode,
-    )
 
 
 def _identity_of(params: Any) -> Identity:
@@ -356,24 +396,13 @@ def _identity_of(params: Any) -> Identity:
     return identify(str(extra["record_key"])) if extra and "record_key" in extra else MISSING
 
 
-def _refusal(request: Any) -> str:
-    """Why a request that carries a key cannot be recorded; empty if it can."""
-    if request.resumable:
-        return "streaming_input"
-    if request.prompt_token_ids is None:
-        return "prompt_embeds"
-    if _BEAM.search(request.external_req_id or ""):
-        return "beam_search"
-    return ""
-
-
 def install(
     engine: Any,
-    recorder: Recorder | None = None,
+    recorder: Intake | None = None,
     *,
     version: str | None = None,
     hide_routed_experts: bool = False,
-) -> Recorder:
+) -> Hook:
     """Hook an engine; see `vllm_recorder.install`.
 
     Args:
@@ -383,10 +412,14 @@ def install(
             without an event loop.
         hide_routed_experts: Keep routed experts out of the engine's own replies.
 
+    Returns:
+        The hook, or the one that is there already.
+
     Raises:
         UnsupportedEngineError: The engine cannot be recorded.
     """
-    compat.check_version(vllm.__version__)
+    compat.share_the_log()
+    compat.SUPPORT.check_version(vllm.__version__)
     engine = getattr(engine, "llm_engine", engine)
     processor = getattr(engine, "output_processor", None)
     if processor is None:
@@ -396,16 +429,19 @@ def install(
         )
     installed: Hook | None = getattr(processor, "_recorder_hook", None)
     if installed is not None:
-        return installed.recorder
+        return installed
     compat.check_hook_points(processor)
+    compat.check_config(engine.vllm_config)
     if version is None:
         get_version = engine.get_weight_version
         version = "" if inspect.iscoroutinefunction(get_version) else get_version()
-    recorder = recorder or Recorder()
-    processor._recorder_hook = Hook(
-        engine, recorder, version=version, hide_routed_experts=hide_routed_experts
+    hook = Hook(
+        engine, recorder or Recorder(), version=version, hide_routed_experts=hide_routed_experts
     )
-    return recorder
+    processor._recorder_hook = hook
+    mode = hook.logprobs_mode
+    logger.info("Recorded logprobs (%s) are %s", mode, compat.LOGPROBS[mode])
+    return hook
 
 
 def uninstall(engine: Any) -> None:

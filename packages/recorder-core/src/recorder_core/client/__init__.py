@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
         'pip install "recorder-core[client]"'
     ) from error
 
-from recorder_core.client.calls import Drained, ServerLease
 from recorder_core.client.clients import AsyncRecordClient, RecordClient
+from recorder_core.drained import Drained, ServerLease
 
 __all__ = ["AsyncRecordClient", "Drained", "RecordClient", "ServerLease"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import httpx
 
-from recorder_core.client.calls import Call, Result, described
+from recorder_core.client.calls import Call, Result, Stream, described
+from recorder_core.client.discovery import lookup
+from recorder_core.codec import StreamDecoder
+from recorder_core.environment import ADMIN_KEY_VARIABLE
 from recorder_core.errors import (
     BadRequestError,
     ClientError,
@@ -20,19 +23,19 @@ from recorder_core.errors import (
     ServerFaultError,
     ServerUnreachableError,
 )
-from recorder_core.options import ADMIN_KEY_VARIABLE
 from recorder_core.protocol import PREFIX
 
 Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
-Outcome = httpx.Response | httpx.RequestError
-"""What came of sending a request."""
+Outcome = httpx.Response | Stream | httpx.RequestError | ServerFaultError
+"""What came of sending a request: a response, its content if that is a stream of runs, or why there
+is none."""
 
 _CONNECT_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S = 0.1
-# Servers close idle connections after 5 s (uvicorn's default). A drain sent into such a
-# connection is lost and may not be repeated: it must be the client that closes first.
+# Servers close idle connections after 5 s (uvicorn's default): the client closes first.
 _LIMITS = httpx.Limits(max_connections=100, keepalive_expiry=2.0)
 _REFUSED = {400, 409, 411, 413, 414, 415, 422, 431, 501}
+_LEASING = {"/drain", "/ack", "/extend"}
 _MAX_MESSAGE = 500
 
 
@@ -55,21 +58,38 @@ class Servers(Generic[Http]):
         timeout: float = 60.0,
         retries: int = 2,
         http_client: Http | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         given = [base_url] if isinstance(base_url, str) else base_url
-        # A server named twice would be counted twice, and emptied by its own overwrite.
-        self.urls: tuple[str, ...] = tuple(dict.fromkeys(_normalized(url) for url in given))
-        """The servers' base URLs."""
-        if not self.urls:
+        looked_up = [(url, lookup(url)) for url in given]
+        # Of each what finds the replicas that it stands for; None: it is one itself.
+        self._given = {url if find else _normalized(url): find for url, find in looked_up}
+        if not self._given:
             raise ValueError("base_url is an empty list; at least one server is needed")
         self._headers = _authorization(admin_key)
         self._timeout = timeout
         self._retries = retries
+        self._progress = progress
         self._owns_http = http_client is None
         self._http: Http = http_client or self._new_http(verify=_tls(), limits=_LIMITS)
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' base URLs, as they are now.
+
+        Raises:
+            ServerUnreachableError: They are looked up, and there is none.
+        """
+        found = (
+            each
+            for url, find in self._given.items()
+            for each in ([url] if find is None else map(_normalized, find()))
+        )
+        # A server named twice would be counted twice, and emptied by its own overwrite.
+        return tuple(dict.fromkeys(found))
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self.urls)!r})"
+        return f"{type(self).__name__}({list(self._given)!r})"
 
     def _arguments(self, url: str, call: Call[Any]) -> dict[str, Any]:
         """A call to one server, as httpx's `request` takes it."""
@@ -85,21 +105,30 @@ class Servers(Generic[Http]):
             "follow_redirects": False,
         }
 
-    def _pauses(self, call: Call[Any]) -> Iterator[float]:
+    def _tell(self, decoder: StreamDecoder) -> None:
+        if self._progress is not None:
+            self._progress(decoder.records, decoder.bytes)
+
+    def _pauses(self) -> Iterator[float]:
         """Seconds to wait before each retry."""
-        return (_FIRST_PAUSE_S * 2**n for n in range(self._retries if call.repeatable else 0))
+        return (_FIRST_PAUSE_S * 2**n for n in range(self._retries))
 
     def _read(self, url: str, call: Call[Any], outcome: Outcome) -> Any:
         """One server's part of the result, or the RecorderError that it stands for."""
         try:
             if isinstance(outcome, httpx.RequestError):
                 raise _unreachable(outcome) from outcome
-            if not outcome.is_success:
+            if isinstance(outcome, ServerFaultError):
+                raise outcome
+            if isinstance(outcome, httpx.Response) and not outcome.is_success:
                 raise _refusal(call, outcome, authorized=bool(self._headers))
             return call.parse(outcome)
         except (ClientError, LeaseError) as error:
             named = type(error)(f"{call.method} {url}{PREFIX}{call.path}: {error}")
             named.__cause__ = error.__cause__
+            if isinstance(named, ClientError):
+                named.url = url
+                named.status = getattr(outcome, "status_code", None)
             return named
 
 
@@ -116,14 +145,24 @@ def conclude(calls: Mapping[str, Call[Result]], parts: Iterable[Any]) -> Result:
     answers = dict(zip(calls, parts, strict=True))
     errors = [part for part in answers.values() if isinstance(part, RecorderError)]
     call = next(iter(calls.values()))
-    if not errors:
-        return call.merge(answers)
-    if len(answers) == 1:
+    if errors:
+        raise_together(errors, len(answers), "servers", call.if_partial)
+    return call.merge(answers)
+
+
+def raise_together(
+    errors: Sequence[RecorderError], count: int, of: str, if_partial: str
+) -> NoReturn:
+    """Raise the first of several errors, by its type, with the message of all."""
+    if count == 1:
         raise errors[0]
     text = "; ".join(map(str, errors))
-    after = f"; {call.if_partial}" if len(errors) < len(answers) else ""
-    message = f"{len(errors)} of {len(answers)} servers failed: {text}{after}"
-    raise type(errors[0])(message) from errors[0]
+    elsewhere = if_partial if len(errors) < count else ""
+    after = f"; {elsewhere}" if elsewhere else ""
+    together = type(errors[0])(f"{len(errors)} of {count} {of} failed: {text}{after}")
+    if isinstance(together, ClientError):
+        together.failures, together.elsewhere = tuple(errors), elsewhere
+    raise together from errors[0]
 
 
 def is_transient(outcome: Outcome) -> bool:
@@ -172,7 +211,7 @@ def _refusal(call: Call[Any], response: httpx.Response, *, authorized: bool) -> 
         hint = f"; no admin key was given: pass admin_key or set {ADMIN_KEY_VARIABLE}"
         return NotAuthorizedError(text + ("" if authorized else hint))
     # An application answers "Not Found" where it has no such route; our own 404 names the lease.
-    if status == 404 and call.path == "/ack" and "lease" in message:
+    if status == 404 and call.path in _LEASING and "lease" in message:
         return LeaseError(text)
     if status in (404, 405):
         return ServerFaultError(f"{text}; is it started with --enable-recording?")

@@ -7,8 +7,8 @@ Needs the extra `recorder-core[rollout]`. `recorder_core.rollout.progress` needs
 `recorder_core.rollout.ray_pool` needs Ray; neither is imported here.
 """
 
+from recorder_core.rollout.address import EngineAddress
 from recorder_core.rollout.coordinator import BatchReport, RolloutCoordinator, by_task
-from recorder_core.rollout.engine import Engine
 from recorder_core.rollout.pool import LocalRunnerPool, Runner, RunnerPool
 from recorder_core.rollout.runner import WorkflowRunner
 from recorder_core.rollout.scheduler import Collected, CollectedRun, Listener, Scheduler
@@ -20,7 +20,7 @@ __all__ = [
     "BatchReport",
     "Collected",
     "CollectedRun",
-    "Engine",
+    "EngineAddress",
     "Failure",
     "Listener",
     "LocalRunnerPool",

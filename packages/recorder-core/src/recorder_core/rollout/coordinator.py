@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from recorder_core.errors import BatchAbandonedError
 from recorder_core.experience import Experience
 from recorder_core.rollout.scheduler import Collected, CollectedRun, Scheduler
 from recorder_core.rollout.status import Metrics, Status
@@ -28,8 +29,8 @@ class BatchReport:
     retries: int
     """Attempts that failed and were made again."""
     dropped: dict[str, int]
-    """Completed runs that were not trained, by reason: `eval`, `no_reward`, `policy` or
-    `small_group`."""
+    """Completed runs that were not trained, by reason: `eval`, `incomplete`, `no_reward`, `policy`
+    or `small_group`."""
     trained_runs: int
     """Completed runs whose experiences went into the pipeline."""
     rewards: list[float] = field(repr=False)
@@ -68,6 +69,18 @@ class BatchReport:
         return numbers | {name: sum(all_) / len(all_) for name, all_ in means.items() if all_}
 
 
+@dataclass(eq=False)
+class _Batch:
+    """One for all who ask about a batch."""
+
+    runs: int = 0
+    pipeline: asyncio.Task[BatchReport] | None = None
+    """Under way, or ended and not heard of yet."""
+    trained: list[Experience] | None = None
+    """What the pipeline made of it; it does so once."""
+    abandoned: bool = False
+
+
 class RolloutCoordinator:
     """Carries batches from tasks to the trainer; several may be in flight.
 
@@ -76,7 +89,7 @@ class RolloutCoordinator:
     policy does not want and groups that are too small are dropped, and counted. Then the
     experiences, by task and run, go through the pipeline, and the leases are acknowledged once the
     last function has returned. If one raises, nothing is acknowledged: `finalize` may be called
-    again, and if the process dies the records come back.
+    again, and if the process dies the records come back. All calls are made on one event loop.
 
     Args:
         scheduler: Carries the runs out.
@@ -86,6 +99,7 @@ class RolloutCoordinator:
         timeout_s: Seconds that a batch may take; None leaves it to the time limits of the runs.
         require_reward: Drop runs of which no trajectory has a reward.
         keep: A policy: whether a completed run is to be trained.
+        keep_incomplete: Train runs of which the engine dropped or evicted generations.
         min_group: Drop tasks with fewer runs than this.
 
     Example:
@@ -104,6 +118,7 @@ class RolloutCoordinator:
         timeout_s: float | None = None,
         require_reward: bool = True,
         keep: Callable[[CollectedRun], bool] | None = None,
+        keep_incomplete: bool = False,
         min_group: int = 1,
     ) -> None:
         if not 0 < enough <= 1:
@@ -114,58 +129,107 @@ class RolloutCoordinator:
         self._timeout_s = timeout_s
         self._require_reward = require_reward
         self._keep = keep
+        self._keep_incomplete = keep_incomplete
         self._min_group = min_group
-        self._sizes: Counter[str] = Counter()
+        self._batches: dict[str, _Batch] = {}
 
     def submit(self, tasks: Iterable[Task], batch_id: str | int) -> int:
         """Begin a batch, or add to it; see `Scheduler.submit`."""
         runs = self._scheduler.submit(tasks, batch_id)
-        self._sizes[str(batch_id)] += runs
+        self._batches.setdefault(str(batch_id), _Batch()).runs += runs
         return runs
 
     async def finalize(self, batch_id: str | int) -> BatchReport:
         """Wait until a batch is enough, and see it through the pipeline.
 
+        Cancelled (by a time limit outside, say) while runs are waited for, nothing has happened
+        yet. Once the pipeline has begun it goes on to its end all the same, since a function on a
+        thread cannot be stopped, and what came of it is given to whoever asks next: a batch never
+        has two trainer steps at once. When a function has raised, asking again begins anew.
+
         Raises:
-            KeyError: There is no such batch.
+            KeyError: There is no such batch, or its report was given already.
+            BatchAbandonedError: It was abandoned, before or in the meantime.
             Exception: What a function of the pipeline raises.
         """
-        wanted = math.ceil(self._enough * self._sizes[str(batch_id)])
-        collected = await self._scheduler.collect(
-            batch_id,
-            min_runs=wanted if self._enough < 1 else None,
-            timeout_s=self._timeout_s,
-        )
-        trained, dropped = self._normalized(collected)
-        experiences = [each for run in trained for each in run.experiences]
-        for step in self._pipeline:
-            experiences = await _taken(step, experiences)
-        unreachable = await self._scheduler.acknowledge(batch_id)
-        del self._sizes[str(batch_id)]
-        return BatchReport(
-            batch_id=collected.batch_id,
-            status=collected.status,
-            retries=collected.retries,
-            dropped=dict(dropped),
-            trained_runs=len(trained),
-            rewards=_rewards(collected.runs, is_eval=False),
-            eval_rewards=_rewards(collected.runs, is_eval=True),
-            tokens=sum(run.tokens for run in collected.runs),
-            superseded=sum(run.superseded for run in collected.runs),
-            unfinished=sum(run.unfinished for run in collected.runs),
-            experiences=experiences,
-            unreachable=unreachable,
-        )
+        name = str(batch_id)
+        batch = self._batches.setdefault(name, _Batch())
+        if batch.pipeline is None:
+            try:
+                collected = await self._scheduler.collect(
+                    name,
+                    min_runs=math.ceil(self._enough * batch.runs) if self._enough < 1 else None,
+                    timeout_s=self._timeout_s,
+                )
+            except LookupError:
+                self._batches.pop(name, None)
+                raise
+            if batch.pipeline is None:  # else another caller was first
+                batch.pipeline = asyncio.create_task(self._see_through(batch, collected))
+        pipeline = batch.pipeline
+        await asyncio.wait({pipeline})
+        if not pipeline.cancelled() and pipeline.exception() is None:
+            self._batches.pop(name, None)
+        elif batch.pipeline is pipeline:
+            batch.pipeline = None
+        return pipeline.result()
 
-    async def abandon(self, batch_id: str | int) -> None:
-        """Give a batch up; see `Scheduler.abandon`."""
-        await self._scheduler.abandon(batch_id)
-        del self._sizes[str(batch_id)]
+    async def abandon(self, batch_id: str | int) -> bool:
+        """Give a batch up: no function of the pipeline begins any more; see `Scheduler.abandon`.
+
+        A function that is running cannot be stopped; it is waited for.
+
+        Returns:
+            Whether this was in time. False if the last function had begun already and has ended
+            well: then the batch is trained, and `finalize` gives its report.
+
+        Raises:
+            KeyError: There is no such batch.
+            BatchAbandonedError: It was abandoned already.
+        """
+        name = str(batch_id)
+        batch = self._batches.get(name) or _Batch()
+        batch.abandoned = True
+        if batch.pipeline is not None:
+            await asyncio.wait({batch.pipeline})
+        if batch.trained is not None:
+            return False
+        await self._scheduler.abandon(name)
+        self._batches.pop(name, None)
+        return True
 
     async def run(self, tasks: Iterable[Task], batch_id: str | int) -> BatchReport:
         """`submit` and `finalize`."""
         self.submit(tasks, batch_id)
         return await self.finalize(batch_id)
+
+    async def _see_through(self, batch: _Batch, collected: Collected) -> BatchReport:
+        """The pipeline, and the acknowledgement of what it has taken."""
+        kept, dropped = self._normalized(collected)
+        if batch.trained is None:
+            experiences = [each for run in kept for each in run.experiences]
+            for step in self._pipeline:
+                if batch.abandoned:
+                    raise BatchAbandonedError(
+                        f"batch {collected.batch_id!r} was abandoned before {_name(step)} began"
+                    )
+                experiences = await _taken(step, experiences)
+            batch.trained = experiences
+        unreachable = await self._scheduler.acknowledge(collected.batch_id)
+        return BatchReport(
+            batch_id=collected.batch_id,
+            status=collected.status,
+            retries=collected.retries,
+            dropped=dict(dropped),
+            trained_runs=len(kept),
+            rewards=_rewards(collected.runs, is_eval=False),
+            eval_rewards=_rewards(collected.runs, is_eval=True),
+            tokens=sum(run.tokens for run in collected.runs),
+            superseded=sum(run.superseded for run in collected.runs),
+            unfinished=sum(run.unfinished for run in collected.runs),
+            experiences=batch.trained,
+            unreachable=unreachable,
+        )
 
     def _normalized(self, collected: Collected) -> tuple[list[CollectedRun], Counter[str]]:
         """The runs to be trained, and how many are dropped by reason."""
@@ -186,6 +250,8 @@ class RolloutCoordinator:
     def _reason_to_drop(self, run: CollectedRun) -> str:
         if run.task.is_eval:
             return "eval"
+        if run.missing and not self._keep_incomplete:
+            return "incomplete"
         if self._require_reward and run.reward is None:
             return "no_reward"
         return "" if self._keep is None or self._keep(run) else "policy"
@@ -207,9 +273,14 @@ async def _taken(step: Step, experiences: list[Experience]) -> list[Experience]:
         given = await asyncio.to_thread(step, experiences)
         given = await given if inspect.isawaitable(given) else given
     if not isinstance(given, list):
-        name = getattr(step, "__qualname__", repr(step))
-        raise TypeError(f"{name} returned {type(given).__name__}, it must return experiences")
+        raise TypeError(
+            f"{_name(step)} returned {type(given).__name__}, it must return experiences"
+        )
     return given
+
+
+def _name(step: Step) -> str:
+    return str(getattr(step, "__qualname__", repr(step)))
 
 
 def _rewards(runs: Iterable[CollectedRun], *, is_eval: bool) -> list[float]:

@@ -12,6 +12,7 @@ from recorder_core.arrays import BoolArray, Float32Array
 from recorder_core.experience import Experience
 from recorder_core.keys import RecordKey
 from recorder_core.records import FinishReason, Record, RoutedExperts, VersionSpan
+from recorder_core.sampling_mask import SamplingMask
 
 
 def records_of(experiences: Iterable[Experience], key: RecordKey) -> list[Record]:
@@ -48,7 +49,7 @@ def _chain(experience: Experience, key: RecordKey, order: int) -> list[Record]:
         last = n == len(stretches) - 1
         path = experience.prompt_length + end
         records.append(
-            Record(
+            Record.of(
                 id=ids[n],
                 key=key,
                 parent=ids[n - 1] if n else None,
@@ -62,6 +63,7 @@ def _chain(experience: Experience, key: RecordKey, order: int) -> list[Record]:
                 prompt_text=None if n else experience.prompt_text,
                 response_text=experience.response_text if len(stretches) == 1 else None,
                 routed_experts=_rows(experience.routed_experts, path - 1) if last else None,
+                sampling_mask=_cut_mask(experience.sampling_mask, start, end),
                 sampling=experience.sampling,
                 adapter=experience.adapter,
                 multi_modal=experience.multi_modal_inputs,
@@ -89,6 +91,10 @@ def _stretches(mask: BoolArray) -> list[tuple[int, int]]:
 
 def _cut(values: Float32Array | None, start: int, end: int) -> Float32Array | None:
     return None if values is None else values[start:end]
+
+
+def _cut_mask(mask: SamplingMask | None, start: int, end: int) -> SamplingMask | None:
+    return None if mask is None else mask.cut(start, end)
 
 
 def _spans(spans: tuple[VersionSpan, ...], start: int, end: int) -> tuple[VersionSpan, ...]:

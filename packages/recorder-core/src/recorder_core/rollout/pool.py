@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import os
 import signal
 import sys
@@ -16,10 +16,14 @@ from typing_extensions import Self
 
 from recorder_core.errors import RunnerLostError
 from recorder_core.rollout.status import Status
-from recorder_core.rollout.worker import Command, Reply, RunRequest
+from recorder_core.rollout.wire import READY, Command, Lines, Reply, RunRequest
+
+logger = logging.getLogger(__name__)
 
 _PROGRAM = "from recorder_core.rollout.worker import main; main()"
-_MAX_LINE_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 16
+_MAX_UNREAD_BYTES = 1 << 26
+"""Of a runner's stream, without one reply that can be read: then it is beyond repair."""
 _STOP_GRACE_S = 5.0
 
 
@@ -112,7 +116,8 @@ class LocalRunner:
 
     def kill(self) -> None:
         """See `Runner.kill`; what the process has started is ended too."""
-        if self._child is not None:
+        # The number of a process that has ended may be another's by now.
+        if self._child is not None and self._child.alive:
             self._child.kill()
 
     async def close(self) -> None:
@@ -128,8 +133,9 @@ class _Child:
     def __init__(self, process: Process) -> None:
         self.process = process
         self.alive = True
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Status]] = {}
+        self._given = 0
+        """How many runs it was given; their numbers are those below."""
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._ready = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read())
 
@@ -141,7 +147,6 @@ class _Child:
                 *(sys.executable, "-c", _PROGRAM),
                 stdin=PIPE,
                 stdout=PIPE,
-                limit=_MAX_LINE_BYTES,
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,  # its own process group, so that `kill` reaches all of it
             )
@@ -156,12 +161,15 @@ class _Child:
         return child
 
     async def run(self, request: RunRequest) -> Status:
-        number = next(self._numbers)
-        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        number, self._given = self._given, self._given + 1
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
             await self._send(Command(number=number, request=request))
-            return await answer
+            reply = await answer
+            if reply.status is None:  # it may go on all the same
+                await self._send(Command(number=number))
+            return reply.status_of(request.task)
         except asyncio.CancelledError:
             with suppress(RunnerLostError):
                 await self._send(Command(number=number))
@@ -185,7 +193,7 @@ class _Child:
         if not self.alive:
             raise RunnerLostError(f"the runner's process {self.process.pid} has ended")
         assert self.process.stdin is not None
-        self.process.stdin.write(command.model_dump_json().encode() + b"\n")
+        self.process.stdin.write(command.line)
         try:
             await self.process.stdin.drain()
         except ConnectionError as error:
@@ -193,24 +201,39 @@ class _Child:
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
+        lines, unread = Lines(), 0
         try:
-            async for line in self.process.stdout:
-                self._take(Reply.model_validate_json(line))
+            while unread <= _MAX_UNREAD_BYTES and (
+                chunk := await self.process.stdout.read(_CHUNK_BYTES)
+            ):
+                unread += len(chunk)
+                for line in lines.feed(chunk):
+                    if (reply := Reply.read(line)) is not None:
+                        unread = 0
+                        self._take(reply)
         finally:
             self.alive = False
             self.kill()  # what it has started too
             status = await self.process.wait()
+            why = f"ended with {status}"
+            if unread > _MAX_UNREAD_BYTES:
+                why = f"was ended: of its last {unread} bytes none could be read as a reply"
+                logger.error("the runner's process %d %s", self.process.pid, why)
             for answer in (self._ready, *self._waiting.values()):
                 if not answer.done():
                     answer.set_exception(
-                        RunnerLostError(
-                            f"the runner's process {self.process.pid} ended with {status}"
-                        )
+                        RunnerLostError(f"the runner's process {self.process.pid} {why}")
                     )
 
     def _take(self, reply: Reply) -> None:
-        if reply.status is None:
+        if reply.number == READY:
             if not self._ready.done():
                 self._ready.set_result(None)
-        elif (answer := self._waiting.get(reply.number)) is not None and not answer.done():
-            answer.set_result(reply.status)
+        elif (answer := self._waiting.get(reply.number)) is not None:
+            if not answer.done():
+                answer.set_result(reply)
+        elif not 0 <= reply.number < self._given:  # else it was cancelled, or failed before
+            logger.warning(
+                "the runner's process %d answers for run %d, and was given %d",
+                *(self.process.pid, reply.number, self._given),
+            )

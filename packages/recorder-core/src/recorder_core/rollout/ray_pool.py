@@ -10,12 +10,14 @@ from typing import Any
 from typing_extensions import Self
 
 from recorder_core.errors import RunnerLostError
+from recorder_core.rollout.messages import described
 from recorder_core.rollout.status import Status
-from recorder_core.rollout.worker import RunRequest, Worker
+from recorder_core.rollout.wire import Reply, RunRequest
+from recorder_core.rollout.worker import Worker
 
 try:
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import RayError, RayTaskError
 except ModuleNotFoundError as error:
     raise ImportError(
         "recorder_core.rollout.ray_pool needs Ray, which is not installed: "
@@ -23,6 +25,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 _MAX_CONCURRENT = 1000
+_NUMBER = 0
+"""Of every reply: it comes back from the call that asked for it."""
 
 
 class RayRunnerPool:
@@ -91,10 +95,12 @@ class RayRunner:
         actor = self._actor
         answer = actor.run.remote(request.model_dump_json())
         try:
-            return Status.model_validate_json(await _result(answer))
+            return _reply(await _result(answer)).status_of(request.task)
         except asyncio.CancelledError:
             ray.cancel(answer)
             raise
+        except RayTaskError as error:  # of this call; the actor is there
+            return Reply(number=_NUMBER, error=described(error)).status_of(request.task)
         except RayError as error:
             if self._actor is actor:
                 self.kill()
@@ -117,9 +123,12 @@ class _Actor:
     async def ready(self) -> None:
         """Answered once the process is up."""
 
-    async def run(self, request: str) -> str:
-        status = await self._worker.run(RunRequest.model_validate_json(request))
-        return status.model_dump_json()
+    async def run(self, request: str) -> bytes:
+        return await self._worker.carry_out(_NUMBER, RunRequest.model_validate_json(request))
+
+
+def _reply(line: bytes) -> Reply:
+    return Reply.read(line) or Reply(number=_NUMBER, error="its reply cannot be read")
 
 
 async def _result(reference: Any) -> Any:

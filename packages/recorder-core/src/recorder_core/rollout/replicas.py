@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from recorder_core.client import Drained
 from recorder_core.errors import LeaseError, RecorderError, ServerUnreachableError
-from recorder_core.rollout.engine import Engine
+from recorder_core.rollout.address import EngineAddress
 from recorder_core.rollout.runner import forget, within
 from recorder_core.rollout.task import Task
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class Replica:
     """One engine, as the scheduler sees it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineAddress) -> None:
         self.engine = engine
         self.records = engine.records()
         self.load = 0
@@ -31,7 +31,7 @@ class Replica:
 
     async def drain(self, task: Task, wait_s: float, lease_s: float) -> Drained:
         """Take what a run has recorded here; also learns which start of the engine this is."""
-        drained = await self.records.lease(task.api_key, wait_s=wait_s, lease_s=lease_s)
+        drained = await self.records.lease(key=task.record_key, wait_s=wait_s, lease_s=lease_s)
         await self._learn()
         return drained
 
@@ -79,7 +79,7 @@ class Replicas:
         probe_s: Seconds between two questions to one that is down.
     """
 
-    def __init__(self, engines: Iterable[Engine], probe_s: float) -> None:
+    def __init__(self, engines: Iterable[EngineAddress], probe_s: float) -> None:
         self.all = [Replica(engine) for engine in engines]
         if not self.all:
             raise ValueError("engines is empty; at least one replica is needed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import traceback
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable
@@ -12,8 +13,11 @@ from typing import Any, TypeVar
 from typing_extensions import Self
 
 from recorder_core.client import AsyncRecordClient
+from recorder_core.environment import SECRET_VARIABLE
 from recorder_core.errors import NothingRecordedError, ServerUnreachableError
-from recorder_core.rollout.engine import Engine
+from recorder_core.keys import check_secret
+from recorder_core.rollout.address import EngineAddress
+from recorder_core.rollout.messages import described
 from recorder_core.rollout.status import Failure, Status
 from recorder_core.rollout.task import Task
 from recorder_core.rollout.workflow import WorkflowBase
@@ -22,6 +26,8 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
+CLOCK_S = 60.0
+"""What a signed key lasts beyond its run: an engine's clock may be ahead."""
 _CANCEL_GRACE_S = 1.0
 """What a workflow gets to put its things away when its time is up."""
 
@@ -38,21 +44,25 @@ class WorkflowRunner:
         timeout_s: Seconds that one run may take, where its task does not say.
         max_retries: How often `run` tries a failed run again.
         max_concurrent: Runs at once.
+        secret: The server's `--recording-secret`, with which runs' keys are signed; by default
+            from `RECORDER_SECRET`.
 
     Example:
-        >>> async with WorkflowRunner(Engine(base_url=url, model_name="policy")) as runner:
+        >>> async with WorkflowRunner(EngineAddress(base_url=url, model_name="policy")) as runner:
         ...     status = await runner.run(tasks)  # doctest: +SKIP
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineAddress,
         *,
         timeout_s: float = 600.0,
         max_retries: int = 0,
         max_concurrent: int = 32,
+        secret: str | None = None,
     ) -> None:
         self.engine = engine
+        self._secret = signing_secret(secret)
         self.timeout_s = timeout_s
         self.max_retries = max_retries
         self.records: AsyncRecordClient = engine.records()
@@ -69,20 +79,20 @@ class WorkflowRunner:
         """
         runs = [run for task in tasks for run in task.runs()]
         fresh = FreshRuns()
-        for run in runs:
-            fresh.add(run)
+        fresh.add(runs)
         return Status.of_all(await asyncio.gather(*(self._tried(run, fresh) for run in runs)))
 
     async def run_once(self, task: Task, timeout_s: float | None = None) -> Status:
         """Carry out one run, once; whatever goes wrong is in the status."""
         limit = task.timeout_s or timeout_s or self.timeout_s
-        ended = await within(limit, self._execute(task))
+        # A scheduler has signed what it sends.
+        signed = task if task.signature else task.signed(self._secret, limit + CLOCK_S)
+        ended = await within(limit, self._outcome(signed))
         if ended is None:
             return Status.failure(task, Failure.TIMEOUT, f"not ended after {limit:g} s")
         if ended.cancelled():
             return Status.failure(task, Failure.ERROR, "the workflow cancelled itself")
-        error = ended.exception()
-        return ended.result() if error is None else _failed(task, error)
+        return ended.result()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -108,6 +118,14 @@ class WorkflowRunner:
                     return status
                 task = fresh.retry(task)
 
+    async def _outcome(self, task: Task) -> Status:
+        try:
+            return await self._execute(task)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the event loop
+            return _failed(task, error)
+
     async def _execute(self, task: Task) -> Status:
         kind: type[Any] = task.workflow_class
         if not issubclass(kind, WorkflowBase):
@@ -120,15 +138,24 @@ class WorkflowRunner:
         status = await workflow.execute()
         if not isinstance(status, Status):
             raise TypeError(f"{task.workflow}.execute returned {status!r}, it must be a Status")
-        if status.total_runs != 1 or not {task.api_key}.issuperset(status.successful_ids):
-            raise ValueError(
-                f"{task.workflow}.execute answers for {status.total_runs} runs, "
-                f"{list(status.successful_ids)}; it must for one, {task.api_key}"
-            )
+        status = status.checked(task)
         # One that failed is not used again.
         if kind.reusable:
             self._idle[kind].append(workflow)
         return status
+
+
+def signing_secret(given: str | None) -> str | None:
+    """What runs' keys are signed with; None: they are not.
+
+    Args:
+        given: By the caller; None: what is in the environment.
+
+    Raises:
+        ValueError: It is too short.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "") if given is None else given
+    return check_secret(secret) if secret or given is not None else None
 
 
 class FreshRuns:
@@ -137,19 +164,23 @@ class FreshRuns:
     def __init__(self) -> None:
         self._used: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
 
-    def add(self, run: Task) -> None:
-        """A run's number is used from now on.
+    def add(self, runs: Iterable[Task]) -> None:
+        """The runs' numbers are used from now on; all of them, or if it raises, none.
 
         Raises:
-            ValueError: It is used already.
+            ValueError: One is used already.
         """
-        used = self._used[run.batch_id, run.task_id]
-        if run.run_id in used:
-            raise ValueError(
-                f"run {run.api_key} is given twice; give tasks different ids, or one task "
-                "repeat_times"
-            )
-        used.add(run.run_id)
+        added: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+        for run in runs:
+            task = run.batch_id, run.task_id
+            if run.run_id in self._used[task] or run.run_id in added[task]:
+                raise ValueError(
+                    f"run {run.api_key} is given twice; give tasks different ids, or one task "
+                    "repeat_times"
+                )
+            added[task].add(run.run_id)
+        for task, numbers in added.items():
+            self._used[task] |= numbers
 
     def retry(self, failed: Task) -> Task:
         """The task for another attempt: never under a key that has something of an earlier one."""
@@ -189,10 +220,10 @@ async def forget(records: AsyncRecordClient, *prefixes: str) -> None:
 def _failed(task: Task, error: BaseException) -> Status:
     logger.debug("run %s failed", task.api_key, exc_info=error)
     if isinstance(error, ServerUnreachableError):
-        return Status.failure(task, Failure.ENGINE_DOWN, str(error))
+        return Status.failure(task, Failure.ENGINE_DOWN, described(error))
     if isinstance(error, NothingRecordedError):
-        return Status.failure(task, Failure.NO_RECORDS, str(error))
-    return Status.failure(task, Failure.ERROR, f"{type(error).__name__}: {error}{_where(error)}")
+        return Status.failure(task, Failure.NO_RECORDS, described(error))
+    return Status.failure(task, Failure.ERROR, described(error) + _where(error))
 
 
 def _where(error: BaseException) -> str:

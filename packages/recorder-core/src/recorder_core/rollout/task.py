@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 from typing_extensions import Self
 
-from recorder_core.keys import RecordKey
+from recorder_core.keys import RecordKey, sign
 
 
 def _workflow_name(workflow: Any) -> Any:
@@ -22,6 +31,15 @@ def _workflow_name(workflow: Any) -> Any:
             "it by name: move it to the top level of a module"
         )
     return f"{module}:{name}"
+
+
+def _as_json(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Data that arrives in another process as it is: JSON has no NaN, and only Unicode text."""
+    json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
+    return data
+
+
+_JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_as_json)]
 
 
 class Task(BaseModel):
@@ -43,11 +61,11 @@ class Task(BaseModel):
     """The run, or the first of `repeat_times` runs."""
     workflow: Annotated[str, BeforeValidator(_workflow_name)]
     """`package.module:Class`; the class itself is taken too."""
-    raw_task: dict[str, JsonValue] = {}
+    raw_task: _JsonObject = {}
     """The task's own data, e.g. a row of a data set."""
-    workflow_args: dict[str, JsonValue] = {}
+    workflow_args: _JsonObject = {}
     """Settings of the workflow."""
-    rollout_args: dict[str, JsonValue] = {}
+    rollout_args: _JsonObject = {}
     """Sampling parameters for the agent, e.g. temperature."""
     is_eval: bool = False
     """Its runs are measured and not trained."""
@@ -57,6 +75,9 @@ class Task(BaseModel):
     """Seconds that one run may take; None: as the scheduler or runner says."""
     attempt: int = Field(default=0, ge=0)
     """How many runs failed before this one, which is tried in their place."""
+    signature: str = Field(default="", repr=False)
+    """What its record key is signed with, `~<expiry>.<signature>`, while it is carried out; empty:
+    it is not signed."""
 
     @property
     def record_key(self) -> RecordKey:
@@ -65,8 +86,25 @@ class Task(BaseModel):
 
     @property
     def api_key(self) -> str:
-        """The record key as an agent's API key."""
+        """The record key as an agent's API key, where keys are not signed."""
         return self.record_key.text
+
+    @property
+    def signed_key(self) -> str:
+        """The record key as an agent's API key, signed if it is to be."""
+        return self.record_key.text + self.signature
+
+    def signed(self, secret: str | None, lifetime_s: float) -> Self:
+        """The task for an agent, which is recorded as this run until its time is over.
+
+        Args:
+            secret: The engine's; None leaves the task as it is.
+            lifetime_s: Seconds.
+        """
+        if secret is None:
+            return self
+        signature = sign(self.record_key, secret, lifetime_s).removeprefix(self.api_key)
+        return self.model_copy(update={"signature": signature})
 
     @property
     def workflow_class(self) -> type[Any]:

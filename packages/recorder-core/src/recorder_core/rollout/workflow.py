@@ -13,10 +13,11 @@ from typing import Any, ClassVar, TypeVar
 from recorder_core.client import AsyncRecordClient
 from recorder_core.errors import NothingRecordedError
 from recorder_core.experience import Experience
-from recorder_core.rollout.engine import Engine
+from recorder_core.rollout.address import EngineAddress
 from recorder_core.rollout.handmade import records_of
 from recorder_core.rollout.status import Metrics, Status
 from recorder_core.rollout.task import Task
+from recorder_core.runs import SampleId
 
 Result = TypeVar("Result")
 
@@ -33,7 +34,7 @@ class WorkflowBase(ABC):
     reusable: ClassVar[bool] = False
     """Whether `reset` makes an instance as good as new: runs then share what is slow to set up."""
 
-    def __init__(self, task: Task, engine: Engine, records: AsyncRecordClient) -> None:
+    def __init__(self, task: Task, engine: EngineAddress, records: AsyncRecordClient) -> None:
         self.task = task
         self.engine = engine
         self.records = records
@@ -84,14 +85,16 @@ class WorkflowWithRecording(WorkflowBase):
         self,
         reward: float,
         info: Mapping[str, Any] | None = None,
-        sample_ids: Collection[str] | None = None,
+        sample_ids: Collection[SampleId] | None = None,
     ) -> int:
-        """Write the reward to everything that the run has recorded so far, or to some of it.
+        """Write the reward of the run, or of some of its generations.
 
         Args:
             reward: The reward.
             info: Notes, merged into the records' info.
-            sample_ids: Only these generations: the `id` of the API's reply, or a record's own.
+            sample_ids: Only these generations: the `id` of the API's reply, `(id, index)` for one
+                of its choices, or a record's own. None means the run: generations that end later
+                have the reward too.
 
         Returns:
             The number of generations that have it now.
@@ -99,30 +102,21 @@ class WorkflowWithRecording(WorkflowBase):
         Raises:
             NothingRecordedError: One of the `sample_ids` is not recorded under this run.
         """
-        ids = None if sample_ids is None else await self._record_ids(sample_ids)
         return await self.records.update_reward(
-            self.task.record_key, reward, info=info, record_ids=ids
+            self.task.record_key, reward, info=info, sample_ids=sample_ids
         )
 
     async def execute(self) -> Status:
         """Play, and see that the engine has recorded it."""
         metrics = await self.run_async()
         key = self.task.record_key
-        found = [each for each in await self.records.keys(key) if each.key == key]
+        found = await self.records.keys(key)
         if not any(each.records + each.pending for each in found):
             raise NothingRecordedError(
                 f"the run ended well, but nothing is recorded under {key}; did the agent send "
                 f"{key} as its api_key, to {self.base_url}?"
             )
         return Status.success(self.task, metrics)
-
-    async def _record_ids(self, sample_ids: Collection[str]) -> set[str]:
-        key, wanted = self.task.record_key, set(sample_ids)
-        records = [each for each in await self.records.get(key) if each.key == key]
-        unknown = wanted - {name for each in records for name in (each.id, each.request_id)}
-        if unknown:
-            raise NothingRecordedError(f"{sorted(unknown)} are not recorded under {key}")
-        return {each.id for each in records if {each.id, each.request_id} & wanted}
 
 
 class Workflow(WorkflowBase):
@@ -164,25 +158,25 @@ async def _on_a_thread(function: Callable[[], Result]) -> Result:
     The loop's own executor has few threads, and waits for all of them at the end.
     """
     loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Result] = loop.create_future()
+    outcome: asyncio.Future[tuple[Result | None, BaseException | None]] = loop.create_future()
 
     def settle(result: Result | None, error: BaseException | None) -> None:
-        if outcome.done():  # given up
-            return
-        if error is None:
-            outcome.set_result(result)  # type: ignore[arg-type]
-        else:
-            outcome.set_exception(error)
+        if not outcome.done():  # not given up
+            # The error as a value: some that a thread can raise, a future cannot hold.
+            outcome.set_result((result, error))
 
     def work() -> None:
         result, error = None, None
         try:
             result = function()
-        except Exception as raised:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
             error = raised
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name="workflow", daemon=True).start()
-    return await outcome
+    result, error = await outcome
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

@@ -3,9 +3,17 @@
 Needs the extra `recorder-core[server]`; nothing else in the package imports a web framework.
 """
 
-from recorder_core.server.auth import AdminGuard
+from recorder_core.server.auth import AdminGuard, PreflightGuard
 from recorder_core.server.metrics import RecorderCollector
 from recorder_core.server.middleware import IdentityMiddleware
 from recorder_core.server.router import records_router
+from recorder_core.view.shell import PageMiddleware
 
-__all__ = ["AdminGuard", "IdentityMiddleware", "RecorderCollector", "records_router"]
+__all__ = [
+    "AdminGuard",
+    "IdentityMiddleware",
+    "PageMiddleware",
+    "PreflightGuard",
+    "RecorderCollector",
+    "records_router",
+]

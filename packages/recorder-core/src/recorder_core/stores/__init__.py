@@ -2,10 +2,11 @@
 
 from recorder_core.stores.base import (
     AddOutcome,
-    KeySummary,
     Lease,
     RecordStore,
+    RunSummary,
     StoreStats,
+    Updated,
     in_order,
     updated_records,
 )
@@ -13,11 +14,12 @@ from recorder_core.stores.memory import MemoryStore
 
 __all__ = [
     "AddOutcome",
-    "KeySummary",
     "Lease",
     "MemoryStore",
     "RecordStore",
+    "RunSummary",
     "StoreStats",
+    "Updated",
     "in_order",
     "updated_records",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import json
 import logging
@@ -20,9 +21,11 @@ from starlette.exceptions import HTTPException
 from tinker import types
 
 from recorder_core.context import MISSING, current_identity
+from recorder_core.drops import DropReason
 from recorder_core.protocol import PREFIX
 from recorder_core.recorder import Recorder
 from recorder_core.server import AdminGuard, IdentityMiddleware, RecorderCollector, records_router
+from recorder_core.view.pieces import pieces_of
 from tinker_recorder.futures import plain
 from tinker_recorder.serve.errors import APIError, error_response, of_the_service
 from tinker_recorder.serve.protocol import (
@@ -131,16 +134,16 @@ class Server:
         except Exception as error:
             # Of whatever type: the SDK raises ValueError for some of the service's refusals.
             if call is not None:
-                call.drop("failed")
+                call.drop(DropReason.FAILED)
             raise of_the_service(error) from error
         except BaseException:
             if call is not None:
-                call.drop("cancelled")
+                call.drop(DropReason.CANCELLED)
             raise
         try:
             sampled = await asyncio.to_thread(_read_all, response, read)
             details = [
-                {"response_text": each.answer.content, "stop_reason": each.answer.stop_string}
+                {"response_text": each.answer.text, "stop_reason": each.answer.stop_string}
                 for each in sampled
             ]
         except Exception:
@@ -156,7 +159,7 @@ class Server:
     def _call(self, n: int, params: Any, prompt_ids: list[int]) -> Call | None:
         identity = current_identity() or MISSING
         if identity.key is None:
-            self.recorder.count_unkeyed(identity.reason)
+            self.recorder.count_unkeyed(identity.reason, identity.detail)
             return None
         call = Call(self.recorder, identity, n, params, raises=False)
         call.prompt = Prompt(np.array(prompt_ids, dtype=np.int32))
@@ -379,8 +382,9 @@ def create_app(
     recorder: Recorder,
     *,
     name: str | None = None,
-    admin_key: str | None = None,
+    guard: AdminGuard | None = None,
     api_key: str | None = None,
+    secret: str | None = None,
     max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> FastAPI:
     """The application.
@@ -390,14 +394,15 @@ def create_app(
         rendering: Between messages and ids.
         recorder: Where turns go.
         name: The model's name in the API; the base model's by default.
-        admin_key: The bearer token of `/records`; None lets this machine in.
+        guard: Who may use `/records`; programs on this machine by default.
         api_key: What agents must know; they send it as `K:<record key>`.
+        secret: What record keys have to be signed with; None: they are not signed.
         max_tokens: Where a request names no limit.
     """
     server = Server(samplers, rendering, recorder, name=name, max_tokens=max_tokens)
-    guard = AdminGuard(admin_key)
+    guard = guard or AdminGuard(None)
     app = FastAPI(title="tinker-recorder")
-    app.add_middleware(IdentityMiddleware, api_keys=[api_key] if api_key else [])
+    app.add_middleware(IdentityMiddleware, api_keys=[api_key] if api_key else [], secret=secret)
 
     def authorized(request: Request) -> None:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -446,7 +451,8 @@ def create_app(
 
     app.include_router(openai)
     app.include_router(admin)
-    app.include_router(records_router(recorder, guard=guard))
+    pieces = functools.partial(pieces_of, rendering.tokenizer)
+    app.include_router(records_router(recorder, guard=guard, pieces=pieces))
     _add_error_handlers(app)
     return app
 

@@ -23,6 +23,8 @@ Tools = list[dict[str, Any]] | None
 class Answer(NamedTuple):
     """What an agent is shown of a response."""
 
+    text: str
+    """The response as text, before it was parsed; cut off like the content."""
     content: str
     reasoning: str | None = None
     tool_calls: tuple[dict[str, Any], ...] = ()
@@ -93,6 +95,12 @@ class Rendering:
         with self._lock:
             return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def _sampled_text(self, ids: list[int]) -> str:
+        """The text with its markup, which may be special tokens; without the stop token."""
+        ended = bool(ids) and ids[-1] in self.stop_ids
+        with self._lock:
+            return str(self.tokenizer.decode(ids[:-1] if ended else ids))
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
         with self._lock:
@@ -101,7 +109,7 @@ class Rendering:
     def complete(self, ids: Sequence[int], stops: Sequence[str]) -> Answer:
         """What a plain completion shows."""
         text, stopped = _cut(self.decode(ids), stops)
-        return Answer(text, stop_string=stopped)
+        return Answer(text, text, stop_string=stopped)
 
     def parse(
         self, prompt_ids: list[int], ids: list[int], tools: Tools, stops: Sequence[str]
@@ -129,7 +137,9 @@ class Rendering:
                 }
             )
         content, stopped = _cut(content, stops)
-        return Answer(content, parsed.reasoning_content, () if stopped else tuple(calls), stopped)
+        text, _ = _cut(self._sampled_text(ids), [stopped] if stopped else [])
+        shown = () if stopped else tuple(calls)
+        return Answer(text, content, parsed.reasoning_content, shown, stopped)
 
     def remember(
         self,

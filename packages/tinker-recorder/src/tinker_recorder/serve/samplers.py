@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tinker
 from tinker.lib.public_interfaces.rest_client import RestClient
 
+from recorder_core.errors import ServerUnreachableError
 from tinker_recorder.turns import Weights
+
+logger = logging.getLogger(__name__)
 
 
 class Sampler(NamedTuple):
@@ -74,3 +81,45 @@ class SamplerPool:
     def _base_model(self, client: Any) -> str:
         rest = RestClient(client.holder)
         return str(rest.get_sampler(client._sampling_session_id).result().base_model)
+
+
+def connect(
+    base_model: str | None, model_path: str | None, *, base_url: str | None, timeout_s: float
+) -> SamplerPool:
+    """A pool, or an error in time: the SDK itself goes on trying, and says nothing.
+
+    Args:
+        base_model: As for the pool.
+        model_path: As for the pool.
+        base_url: As for the pool.
+        timeout_s: Seconds until the service must have answered.
+
+    Raises:
+        ServerUnreachableError: It did not, or not with a sampler.
+    """
+    where = base_url or os.environ.get("TINKER_BASE_URL") or "the SDK's own address"
+    what = model_path or base_model
+    logger.info("Connecting to Tinker at %s for %s", where, what)
+    made: Future[SamplerPool] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(SamplerPool(base_model, model_path, base_url=base_url))
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            made.set_exception(error)
+
+    # A daemon: it cannot be stopped, and must not keep the process.
+    thread = threading.Thread(target=make, name="connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not made.done():
+        raise ServerUnreachableError(
+            f"Tinker at {where} did not answer within {timeout_s:g} s. Is the address right "
+            "(--base-url, TINKER_BASE_URL), and the service up? --connect-timeout waits longer"
+        )
+    error = made.exception()
+    if error is not None:
+        raise ServerUnreachableError(
+            f"Tinker at {where} gives no sampler for {what}: {error}"
+        ) from error
+    return made.result()

@@ -1,0 +1,1 @@
+"""What the engine packages have in common: releases, refusals, stamped version labels."""
