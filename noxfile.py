@@ -47,8 +47,8 @@ TRAINERS = {
 PACKAGES = ("recorder-core", "sglang-recorder", "tinker-recorder", "vllm-recorder")
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 
-# Tests that act on what a server or a browser is about to do come too late on a busy machine, now
-# and then: what fails there is tried once more, and the summary names it.
+# Tests that act on what a process, a server or a browser is about to do come too late on a busy
+# machine, now and then: what fails is tried once more, and the summary names it.
 ONCE_MORE = ["--reruns", "1", "-raR"]
 
 nox.needs_version = ">=2025.5"
@@ -213,7 +213,7 @@ def core(session: nox.Session) -> None:
         session.run_install(
             *[sys.executable, "scripts/install_cpu.py", "torch", "--python", python], external=True
         )
-    session.run("pytest", "tests/core", *session.posargs)
+    session.run("pytest", *ONCE_MORE, "--timeout=180", "tests/core", *session.posargs)
 
 
 def get_chromium(session: nox.Session) -> None:

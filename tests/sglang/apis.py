@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from examples.sglang_server import SGLangServer
 from recorder_core import Record, RecorderStats
 from recorder_core.client import RecordClient
 from recorder_core.records import BIASED, CONSTRAINED
+from tests.streams import events
 
 PROMPT = "Say it in numbers."
 PROMPT_IDS = [5, 300, 7, 8, 44, 91]
@@ -40,14 +40,7 @@ def streaming(
         http.stream("POST", path, json={**body, "stream": True}, headers=headers) as response,
     ):
         assert response.status_code == 200, response.read()
-        yield events(response.iter_lines())
-
-
-def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events."""
-    for line in lines:
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
+        yield events(response)
 
 
 def generate(

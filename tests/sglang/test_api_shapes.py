@@ -245,7 +245,7 @@ def test_ollamas_apis_are_recorded(
         params = {"sampling_params": {"max_new_tokens": 10, "temperature": 0.0}}
         post(recording_server, twin_path, {**twin_body, **params}, twin)
         reply = post(recording_server, path, {**body, **common}, key)
-        parts = [json.loads(line) for line in reply.text.splitlines() if line]
+        parts = [json.loads(line) for line in reply.text.split("\n") if line]
         shown = [part.get("message") or {"content": part["response"]} for part in parts]
         text = "".join(each["content"] for each in shown)
 

@@ -94,7 +94,7 @@ def stable(value: Any) -> Any:
 
 
 def chunks_of(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines()]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n")]
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 

@@ -17,6 +17,7 @@ from examples.vllm_server import VLLMServer
 from recorder_core import Record
 from recorder_core.client import RecordClient
 from recorder_core.records import BIASED, CONSTRAINED
+from tests.streams import events
 
 PROMPT = "Say it in numbers."
 LONG: dict[str, Any] = {"max_tokens": 7000, "ignore_eos": True}
@@ -123,14 +124,7 @@ def streaming(server: VLLMServer, key: str, request: Request) -> Iterator[Iterat
     streamed = request.updated(stream=True, stream_options={"include_usage": True})
     with _http.stream("POST", **_arguments(server, key, streamed)) as response:
         assert response.status_code == 200, response.read()
-        yield events(response.iter_lines())
-
-
-def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events."""
-    for line in lines:
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
+        yield events(response)
 
 
 def hold(

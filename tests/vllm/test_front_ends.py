@@ -20,7 +20,8 @@ from examples.vllm_server import VLLMServer
 from recorder_core.client import RecordClient
 from recorder_core.recorder import RecorderStats
 from tests.models import tiny_qwen3
-from tests.vllm.apis import events, only, settle, wait_until
+from tests.streams import events
+from tests.vllm.apis import only, settle, wait_until
 from tests.vllm.conftest import ADMIN_KEY, ENV, PACED
 from tests.vllm.soaking import check, recorder_process, soak
 from vllm_recorder.weights import WEIGHTS_CHANGED
@@ -79,7 +80,7 @@ class FrontEnd:
         with self.connected().stream(
             "POST", "/v1/completions", json={**body, **GREEDY}, headers=headers
         ) as response:
-            list(itertools.islice(events(response.iter_lines()), tokens))
+            list(itertools.islice(events(response), tokens))
 
 
 def stats_of(client: RecordClient) -> RecorderStats:
@@ -159,6 +160,8 @@ def test_a_client_that_leaves_is_recorded_as_cut(
         front_end.leave_after(key, 5)
     settle(client)
     for key in keys:
+        # The generation is over before its connection is.
+        wait_until(lambda key=key: only(client.get(key)).delivered is not None)
         record = only(client.get(key))
         assert (record.finish_reason.value, record.delivered) == ("abort", False)
         assert len(record.logprobs) == len(record.response_ids) >= 5
@@ -223,13 +226,16 @@ def test_generations_go_on_while_the_recorder_process_is_gone(
     assert len(client.get(late)) == 1
 
 
-def test_nothing_is_left_behind(server: VLLMServer) -> None:
+def test_nothing_is_left_behind(
+    server: VLLMServer, front_ends: list[FrontEnd], fresh_key: Keys
+) -> None:
+    front_ends[0].complete(fresh_key(), "Hello", max_tokens=4)
     process = recorder_process(server)
     assert process is not None
     folder = Path(process.cmdline()[-1])
     assert folder.exists()
     os.kill(server.pid, signal.SIGTERM)
     server.wait(60)
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    psutil.wait_procs([process], timeout=60)
     assert not folder.exists()
     assert "records were not drained" in server.log_path.read_text()

@@ -178,6 +178,8 @@ _VOLATILE = [
     (re.compile(rb"\b(" + _IDS + rb")[0-9a-f]{8,}"), rb"\1ID"),
     (re.compile(rb'"(created|created_at|completed_at)": ?[0-9.]+'), rb'"\1":TIME'),
     (re.compile(rb'"(id|item_id|request_id)": ?"[0-9a-f]{8,}"'), rb'"\1":ID'),
+    # Prompts that are computed in one step have other last digits than one after the other.
+    (re.compile(rb'("score":0\.[0-9]{4})[0-9]+'), rb"\1"),
 ]
 
 

@@ -62,15 +62,17 @@ def test_a_thousand_waiting_drains_cost_nothing_and_are_all_told():
             ]
             while count_waiting(server.recorder) < 1_000:
                 await asyncio.sleep(0.1)
-            before = time.process_time()
-            await asyncio.sleep(1)
-            spent = time.process_time() - before
+            spent = []
+            for _ in range(5):  # who looks again and again does so in each
+                before = time.process_time()
+                await asyncio.sleep(0.5)
+                spent.append(time.process_time() - before)
             held.drop("rejected")
-            return spent, await asyncio.gather(*waiting)
+            return min(spent), await asyncio.gather(*waiting)
 
     spent, replies = asyncio.run(main())
     assert {each.status_code for each in replies} == {200}
-    assert spent < 0.05
+    assert spent < 0.02
     server.recorder.close()
 
 
