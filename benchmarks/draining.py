@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
 from benchmarks.served import Served, forget_most, memory, serving
-from recorder_core.client import RecordClient
+from recorder_core.client import AsyncRecordClient, RecordClient
 
 STREAMS = 64
 PROMPT = RESPONSE = 4096
@@ -236,6 +236,36 @@ def waiting_rows(server: Served, count: int, seconds: float) -> list[Row]:
     ]
 
 
+def single_rows(server: Served, count: int, rounds: int) -> list[Row]:
+    """Runs drained one by one, as the scheduler does: a drain, a look, an acknowledgement each."""
+
+    async def drain() -> float:
+        gate = asyncio.Semaphore(8)
+        async with AsyncRecordClient(server.url) as client:
+
+            async def one(key: str) -> None:
+                async with gate, client.drain(key=key) as drained:
+                    assert len(drained.experiences) == 1
+                    await client.stats()
+
+            began = time.process_time()
+            await asyncio.gather(*(one(f"copies/{n // 8}/{n}") for n in range(count)))
+            return time.process_time() - began
+
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        server.call("fill", count, 512, 512)
+        before = _cpu_s(server.pid)
+        ours.append(asyncio.run(drain()) / count * 1000)
+        theirs.append((_cpu_s(server.pid) - before) / count * 1000)
+    name = "a run of 512 + 512 tokens, drained alone"
+    return [
+        row(f"{name}: CPU of the client", "ms", ours),
+        row(f"{name}: CPU of the server", "ms", theirs),
+    ]
+
+
 def measure(quick: bool) -> list[Row]:
     size, rounds, quiet_s = (2**23, 1, 0.5) if quick else (2**30, 5, 5.0)
     rows = []
@@ -245,6 +275,8 @@ def measure(quick: bool) -> list[Row]:
         progress("draining: rewards beside readers")
         rows += reward_rows(server, size if quick else 100_000_000, 20 if quick else 1000)
     with serving() as server:  # whose heap is small
+        progress("draining: run by run")
+        rows += single_rows(server, 20 if quick else 1000, 1 if quick else 5)
         progress("draining: waiting")
         rows += waiting_rows(server, 20 if quick else 1000, 1.0 if quick else 20.0)
     return rows

@@ -47,9 +47,11 @@ def fresh_key() -> RecordKey:
     return RecordKey.parse(f"bench/task/{next(_number)}")
 
 
-def generation(key: RecordKey, prompt: list[int], response: list[int]) -> Turn:
-    """A finished turn, with everything that vLLM gives for a text model."""
-    now = time.time()
+def generation(
+    key: RecordKey, prompt: list[int], response: list[int], created_at: float | None = None
+) -> Turn:
+    """A finished turn, with everything that vLLM gives for a text model; it took a second."""
+    created_at = time.time() if created_at is None else created_at
     logprobs = array("f")
     for value in _random.uniform(-3, 0, len(response)).tolist():
         logprobs.append(value)  # one by one, as they come: the array then has room to spare
@@ -65,8 +67,8 @@ def generation(key: RecordKey, prompt: list[int], response: list[int]) -> Turn:
         sampling=_SAMPLING,
         request_id=f"chatcmpl-{next(_number):032x}",
         cached_tokens=0,
-        created_at=now,
-        finished_at=now + 1,
+        created_at=created_at,
+        finished_at=created_at + 1,
     )
 
 
@@ -84,10 +86,10 @@ def conversation(turns: int, first: int, new: int, response: int) -> Iterator[Tu
         new: Tokens that the environment adds before each further turn.
         response: Tokens sampled in each turn.
     """
-    key, path = fresh_key(), ids(first)
-    for _ in range(turns):
+    key, path, begin = fresh_key(), ids(first), time.time()
+    for turn in range(turns):
         sampled = ids(response)
-        yield generation(key, path, sampled)
+        yield generation(key, path, sampled, begin + turn)
         path = [*path, *sampled, *ids(new)]
 
 

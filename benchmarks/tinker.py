@@ -15,7 +15,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
+from benchmarks.harness import Row, cpu_microseconds, main, no_gc, progress, row
 from recorder_core import KeyPrefix, Recorder, RecordKey
 from recorder_core.context import Identity, record_key
 from recorder_core.records import Turn
@@ -51,7 +51,7 @@ def response(tokens: int) -> types.SampleResponse:
 
 
 def path_times(prompt_tokens: int, tokens: int, count: int) -> tuple[list[float], list[float]]:
-    """Microseconds of all that recording does for one call, on one thread and without waiting.
+    """Microseconds of CPU of all that recording does for one call, on one thread.
 
     Returns:
         What is done up to the turn that the recorder is given, and what the recorder does with it.
@@ -70,8 +70,8 @@ def path_times(prompt_tokens: int, tokens: int, count: int) -> tuple[list[float]
     calls = [(each, prompt(prompt_tokens), response(tokens)) for each in runs]
     with no_gc():
         for each in calls:
-            reading.append(microseconds(read, *each))
-            storing.append(microseconds(recorder._record, turns.pop()))
+            reading.append(cpu_microseconds(read, *each))
+            storing.append(cpu_microseconds(recorder._record, turns.pop()))
     recorder.close()
     return reading, storing
 
@@ -145,8 +145,8 @@ def measure(quick: bool) -> list[Row]:
         reading, storing = path_times(prompt_tokens, tokens, 20 if quick else count)
         name = f"record path, {prompt_tokens}/{tokens} tokens"
         both = [sum(each) for each in zip(reading, storing, strict=True)]
-        rows.append(row(name, "µs", both, target))
-        rows.append(row(f"{name}, of which the recorder", "µs", storing))
+        rows.append(row(name, "µs CPU", both, target))
+        rows.append(row(f"{name}, of which the recorder", "µs CPU", storing))
     for prompt_tokens, tokens, count, _ in SIZES:
         times = latencies(prompt_tokens, tokens, 20 if quick else count)
         rows.append(row(f"response to future, {prompt_tokens}/{tokens} tokens", "µs", times))

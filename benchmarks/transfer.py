@@ -10,13 +10,21 @@ import numpy as np
 
 from benchmarks import generations
 from benchmarks.baseline import baseline_decode, baseline_encode
-from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
+from benchmarks.harness import (
+    Row,
+    cpu_microseconds,
+    main,
+    microseconds,
+    no_gc,
+    progress,
+    row,
+)
 from benchmarks.served import serving
 from recorder_core import Experience, Run, assemble, decode_runs, encode_runs
 from recorder_core.client import RecordClient
 
 TARGETS = {"encode": 5.0, "decode": 3.0, "assemble": 8.0}
-"""Microseconds per record of 512 tokens."""
+"""Microseconds of CPU per record of 512 tokens."""
 TARGET_OF_BASELINE = 0.2
 """A drain to assembled experiences may take this share of the baseline's time."""
 
@@ -40,10 +48,10 @@ def codec_rows(name: str, runs: list[Run], repeats: int, targets: dict[str, floa
     for _ in range(repeats):  # in turn: what disturbs one disturbs the others
         for step, (function, argument) in steps.items():
             with no_gc():
-                times[step].append(microseconds(function, argument) / count)
+                times[step].append(cpu_microseconds(function, argument) / count)
     rows = [row(f"{name}: size against the baseline's", "x", [len(stream) / len(theirs)])]
     for step, each in times.items():
-        rows.append(row(f"{name}: {step}", "µs/record", each, targets.get(step)))
+        rows.append(row(f"{name}: {step}", "µs CPU/record", each, targets.get(step)))
     return rows
 
 

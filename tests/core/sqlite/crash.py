@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recorder_core import FinishReason, KeyPrefix, Recorder, RecordKey, Turn
+from recorder_core.drained import page_name
 from recorder_core.stores.sqlite import SQLiteStore, writer
 
 BATCHES = ("0", "1")
@@ -21,8 +22,8 @@ class Call(NamedTuple):
 
     kind: str
     what: Any
-    """Turns: the run and the names of its generations. A reward: the run and the value. Leases:
-    their names."""
+    """Turns: the run and the names of its generations. A reward: the run and the value. A page of a
+    drain, which is a lease, and its end: its name."""
     answer: Any = None
     """Of a lease: the names of the generations that it holds, by run."""
 
@@ -110,7 +111,13 @@ class Process:
         self._end(call)
 
     def _lease(self) -> None:
-        name = f"{self._random.choice(BATCHES)}-{self._name()}"
+        """Page after page, as a client drains a batch, or some of them."""
+        name, number = f"{self._random.choice(BATCHES)}-{self._name()}", 0
+        while self._page(page_name(name, number)) and self._random.random() < 0.7:
+            number += 1
+
+    def _page(self, name: str) -> bool:
+        """Take one page; returns whether there are more."""
         self._begin(Call("lease", name))
         lease = self._recorder.write(
             lambda: self._store.drain(where(name), name, LEASE_S, PAGE_BYTES)
@@ -119,6 +126,7 @@ class Process:
         for run in lease.runs:
             self._runs.remove(run.key.text)
         self._leases.append(name)
+        return lease.more
 
     def _ack(self) -> None:
         name = self._leases.pop(self._random.randrange(len(self._leases)))

@@ -38,6 +38,8 @@ class Expected:
     """What a run's reward may be: the last that was told, or the one that was on its way."""
     leases: dict[str, dict[str, list[str]] | None] = field(default_factory=dict)
     """What each lease that is open holds; None: it was on its way."""
+    pages: int = 0
+    """Further pages of drains that were taken."""
     ending: crash.Call | None = None
     """The end of a lease that was on its way."""
 
@@ -62,6 +64,7 @@ class Expected:
 
     def _lease(self, done: bool, call: crash.Call) -> None:
         self.leases[call.what] = call.answer
+        self.pages += done and call.what.count(".") > 1  # the first has the drain's own name
 
     def _ack(self, done: bool, call: crash.Call) -> None:
         self.ending = None if done else call
@@ -155,3 +158,4 @@ def test_what_was_told_survives_a_process_that_is_killed(tmp_path):
     assert len(expected.written) + len(expected.gone) > 5 * KILLS
     assert expected.gone
     assert expected.leases
+    assert expected.pages > KILLS / 5

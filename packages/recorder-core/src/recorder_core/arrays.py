@@ -14,6 +14,8 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
+
 
 def int32(value: Any, name: str = "") -> Int32Array:
     """Token ids: int32 [n].
@@ -21,7 +23,7 @@ def int32(value: Any, name: str = "") -> Int32Array:
     Raises:
         ValueError: Another shape, or values that are no integers or do not fit.
     """
-    return _vector(value, np.dtype(np.int32), name)
+    return _vector(value, _INT32, name)
 
 
 def float32(value: Any, name: str = "") -> Float32Array:
@@ -30,7 +32,7 @@ def float32(value: Any, name: str = "") -> Float32Array:
     Raises:
         ValueError: Another shape, or values that are no numbers.
     """
-    return _vector(value, np.dtype(np.float32), name)
+    return _vector(value, _FLOAT32, name)
 
 
 def boolean(value: Any, name: str = "") -> BoolArray:
@@ -39,7 +41,7 @@ def boolean(value: Any, name: str = "") -> BoolArray:
     Raises:
         ValueError: Another shape, or values that are no booleans.
     """
-    return _vector(value, np.dtype(np.bool_), name)
+    return _vector(value, _BOOL, name)
 
 
 def expert_ids(value: Any) -> AnyArray:

@@ -46,9 +46,9 @@ def read_logprobs(turn: Turn, count: int) -> tuple[AnyArray | None, tuple[str, .
 
 
 def _are_plausible(logprobs: AnyArray, turn: Turn, flags: tuple[str, ...]) -> bool:
-    with np.errstate(invalid="ignore"):
-        if (logprobs > 1e-3).any() or (logprobs < _LOWEST).any():
-            return False
+    # They pass over NaN, and 0 is neither too high nor too low.
+    if np.fmax.reduce(logprobs, initial=0) > 1e-3 or np.fmin.reduce(logprobs, initial=0) < _LOWEST:
+        return False
     if len(logprobs) < 2 or logprobs.any() or not _NARROWED.isdisjoint(flags):
         return True
     # All zero: each token was certain. So it is where only one is let through.

@@ -215,11 +215,11 @@ class StreamDecoder:
         self.pieces: dict[int, bytes] = {}
         """The bytes of token ids, where the stream ended with them."""
         self._runs: dict[RecordKey, Run] = {}
-        self._buffer = bytearray()
+        self._rest = bytearray()
         self._begun = self._ended = False
         self._blob: bytearray | None = None
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, piece: bytes | bytearray | memoryview) -> None:
         """Take the next bytes, of any number.
 
         Raises:
@@ -229,28 +229,35 @@ class StreamDecoder:
         if self._blob is not None:
             self._blob += piece
             return
-        buffer = self._buffer
-        buffer += piece
-        if not self._begun:
-            if len(buffer) < len(MAGIC):
-                return
-            if buffer[: len(MAGIC)] != MAGIC:
-                self._blob = buffer  # an earlier release's, which can only be read whole
-                return
-            del buffer[: len(MAGIC)]
-            self._begun = True
+        rest = self._rest
+        if rest:
+            rest += piece
+            with memoryview(rest) as view:
+                taken = self._take_frames(view)
+            del rest[:taken]
+        else:  # a stream that is there as a whole is not copied
+            view = memoryview(piece)
+            rest += view[self._take_frames(view) :]
+        if not self._begun and len(rest) >= len(MAGIC):
+            self._blob = rest  # an earlier release's, which can only be read whole
+
+    def _take_frames(self, buffer: memoryview) -> int:
+        """Take the frames that are there as a whole; returns where the next one begins."""
         position = 0
-        while len(buffer) - position >= _LENGTH_BYTES:
-            length = int.from_bytes(buffer[position : position + _LENGTH_BYTES], "little")
+        if not self._begun:
+            if buffer[: len(MAGIC)] != MAGIC:
+                return 0
+            position, self._begun = len(MAGIC), True
+        while (begin := position + _LENGTH_BYTES) <= len(buffer):
+            length = int.from_bytes(buffer[position:begin], "little")
             if length > MAX_FRAME_BYTES:
                 raise CodecError(f"a frame claims {length} bytes, at most {MAX_FRAME_BYTES} are")
-            begin, position = position + _LENGTH_BYTES, position + _LENGTH_BYTES + length
-            if position > len(buffer):
-                position = begin - _LENGTH_BYTES
+            if begin + length > len(buffer):
                 break
-            with memoryview(buffer) as view, view[begin:position] as body:
+            position = begin + length
+            with buffer[begin:position] as body:
                 self._take(body)
-        del buffer[:position]
+        return position
 
     def _take(self, body: memoryview) -> None:
         if self._ended:
@@ -285,11 +292,11 @@ class StreamDecoder:
         key = run.key
         for record in part.records:
             known = run.records
-            if record.key != key:
+            if record.key is not key and record.key != key:
                 raise CodecError(f"run {key} holds record {record.id} of {record.key}")
             if record.id in known:
                 raise CodecError(f"record {record.id} of {key} is given twice")
-            if not fits(record, known):
+            if record.before is not None and not fits(record, known):
                 raise CodecError(
                     f"record {record.id} of {key} comes before {record.before}, or does not "
                     "begin where that one ends"
@@ -308,8 +315,8 @@ class StreamDecoder:
             return blobs.decode(bytes(self._blob))
         if not self._ended:
             raise CodecError(f"the stream was cut off after {self.bytes} bytes")
-        if self._buffer:
-            raise CodecError(f"{len(self._buffer)} bytes follow the stream's end")
+        if self._rest:
+            raise CodecError(f"{len(self._rest)} bytes follow the stream's end")
         return list(self._runs.values())
 
 
@@ -325,7 +332,7 @@ def decode_runs(stream: bytes | bytearray | memoryview) -> list[Run]:
         CodecError: The stream is truncated, corrupt, or holds something else.
     """
     decoder = StreamDecoder()
-    decoder.feed(bytes(stream))
+    decoder.feed(stream)
     return decoder.close()
 
 

@@ -74,7 +74,14 @@ class ExperienceTurn(msgspec.Struct, frozen=True, gc=False):
         return getattr(self.record, name)
 
 
-_PER_TOKEN = ("logprobs", "token_level_reward", "advantages", "returns", "teacher_logprobs")
+_PER_TOKEN = (
+    ("action_mask", boolean),
+    ("logprobs", float32),
+    ("token_level_reward", float32),
+    ("advantages", float32),
+    ("returns", float32),
+    ("teacher_logprobs", float32),
+)
 
 
 class Experience(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
@@ -134,18 +141,16 @@ class Experience(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
 
     def __post_init__(self) -> None:
         self.tokens = int32(self.tokens, "tokens")
-        count = self.response_length
+        count = len(self.tokens) - self.prompt_length
         if count < 0 or self.prompt_length < 0:
             raise ValueError(f"prompt_length is {self.prompt_length} for {len(self.tokens)} tokens")
-        if self.action_mask is not None:
-            self.action_mask = boolean(self.action_mask, "action_mask")
-            _check_length("action_mask", self.action_mask, count)
-        for name in _PER_TOKEN:
+        for name, as_array in _PER_TOKEN:
             given = getattr(self, name)
             if given is not None:
-                values = float32(given, name)
+                values = as_array(given, name)
                 _check_length(name, values, count)
-                setattr(self, name, values)
+                if values is not given:
+                    setattr(self, name, values)
         if self.finish_reason is not None and type(self.finish_reason) is not FinishReason:
             self.finish_reason = FinishReason(self.finish_reason)
         if type(self.model_versions) is not tuple:

@@ -37,13 +37,18 @@ _SIGNED = re.compile(
 _PURPOSE = b"recorder key 1\0"
 _SIGNATURE_BYTES = 16
 
-# Canonical decimal only: "7" is the number 7, "07" is another run, which has a name.
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+_MAX_DIGITS = 18
 
 
 def read_run(text: str) -> int | str:
     """A run as its key says it: a number where it is one (below 10**18), else a name."""
-    return int(text) if _NUMBER.fullmatch(text) else text
+    return int(text) if _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    # Canonical decimal only: "7" is the number 7, "07" is another run, which has a name.
+    plain = text.isdigit() and text.isascii() and len(text) <= _MAX_DIGITS
+    return plain and (text[0] != "0" or text == "0")
 
 
 def _components(text: str, what: str) -> tuple[str, ...]:
@@ -91,7 +96,7 @@ class RecordKey:
 
     def __init__(self, batch: str, task: str, run: int | str) -> None:
         written = f"{run}"
-        if not isinstance(run, str) and not _NUMBER.fullmatch(written):
+        if not isinstance(run, str) and not _is_number(written):
             raise InvalidKeyError(f"run {run!r} must be an integer from 0 to 10**18 - 1, or a text")
         parsed = RecordKey.parse(f"{batch}/{task}/{written}")
         if parsed.parts[-2:] != (task, written):

@@ -8,6 +8,7 @@ part of what is drained, rewarded or evicted.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import threading
 from collections import OrderedDict, deque
@@ -17,6 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from recorder_core.arrays import Float32Array
 from recorder_core.keys import RecordKey
 from recorder_core.keytree import KeyTree, Selection
 from recorder_core.records import Record
@@ -119,10 +121,8 @@ class Recent:
 
     def add(self, record: Record) -> None:
         """A generation has finished, and is stored."""
-        mean = low = None
-        logprobs, text = record.logprobs, record.response_text
-        if logprobs is not None and (known := logprobs[~np.isnan(logprobs)]).size:
-            mean, low = float(known.mean(dtype=np.float64)), float(known.min())
+        mean, low = _mean_and_least(record.logprobs)
+        text = record.response_text
         versions = tuple(dict.fromkeys(span.version for span in record.versions))
         with self._lock:
             self._put(
@@ -299,6 +299,19 @@ class Recent:
 def _after(ring: deque[_Entry], number: int) -> list[_Entry]:
     newer: Iterator[_Entry] = itertools.takewhile(lambda each: each.seq > number, reversed(ring))
     return list(newer)[::-1]
+
+
+def _mean_and_least(logprobs: Float32Array | None) -> tuple[float | None, float | None]:
+    """Of the values that are there; None where none is."""
+    if logprobs is None:
+        return None, None
+    least = float(np.minimum.reduce(logprobs))  # as the methods do, in a third of their time
+    if math.isnan(least):  # some are not there
+        logprobs = logprobs[~np.isnan(logprobs)]
+        if not logprobs.size:
+            return None, None
+        least = float(np.minimum.reduce(logprobs))
+    return float(np.add.reduce(logprobs, dtype=np.float64)) / len(logprobs), least
 
 
 def _tell(told: list[Callable[[], None]]) -> None:

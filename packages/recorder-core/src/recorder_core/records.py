@@ -357,13 +357,13 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.data) < _HEAD.size:
             raise ValueError(f"data has {len(self.data)} bytes, it begins with {_HEAD.size}")
-        prompt, count, logprobs, *texts = _HEAD.unpack_from(self.data)
+        prompt, count, logprobs, before, after = self.lengths
         if count < 1:
             raise ValueError("response_ids is empty; a record is at least one sampled token")
         if logprobs not in (0, count):
             raise ValueError(f"logprobs has {logprobs} values for {count} response_ids")
-        size = _HEAD.size + 4 * (prompt + count + logprobs) + sum(max(each, 0) for each in texts)
-        if prompt < 0 or min(texts) < -1 or size != len(self.data):
+        size = _HEAD.size + 4 * (prompt + count + logprobs) + max(before, 0) + max(after, 0)
+        if prompt < 0 or before < -1 or after < -1 or size != len(self.data):
             raise ValueError(f"data has {len(self.data)} bytes, its lengths add up to {size}")
         if self.start < 0 or (self.start and self.parent is None and self.base is None):
             raise ValueError(f"start is {self.start} without a parent; a root starts at 0")
@@ -387,6 +387,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             )
 
     @property
+    def lengths(self) -> tuple[int, int, int, int, int]:
+        """What `data` begins with: see `pack`."""
+        return _HEAD.unpack_from(self.data)
+
+    @property
     def prompt_ids(self) -> Int32Array:
         """The engine's prompt ids after `start`: int32 [new prompt tokens]."""
         return np.frombuffer(self.data, np.int32, self.prompt_count, _HEAD.size)
@@ -394,19 +399,19 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def response_ids(self) -> Int32Array:
         """The sampled ids, the stop token included: int32 [response tokens]."""
-        prompt, count, *_ = _HEAD.unpack_from(self.data)
+        prompt, count, _, _, _ = self.lengths
         return np.frombuffer(self.data, np.int32, count, _HEAD.size + 4 * prompt)
 
     @property
     def new_ids(self) -> Int32Array:
         """`prompt_ids` and `response_ids`, which lie side by side."""
-        prompt, count, *_ = _HEAD.unpack_from(self.data)
+        prompt, count, _, _, _ = self.lengths
         return np.frombuffer(self.data, np.int32, prompt + count, _HEAD.size)
 
     @property
     def logprobs(self) -> Float32Array | None:
         """Logprob of each sampled token, parallel to `response_ids`; None: the engine gave none."""
-        prompt, count, logprobs, *_ = _HEAD.unpack_from(self.data)
+        prompt, count, logprobs, _, _ = self.lengths
         if not logprobs:
             return None
         return np.frombuffer(self.data, np.float32, count, _HEAD.size + 4 * (prompt + count))
@@ -414,7 +419,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def prompt_text(self) -> str | None:
         """The prompt's text, where the engine knows it and this record holds the whole prompt."""
-        prompt, count, logprobs, length, _ = _HEAD.unpack_from(self.data)
+        prompt, count, logprobs, length, _ = self.lengths
         return self._text(_HEAD.size + 4 * (prompt + count + logprobs), length)
 
     @property
@@ -423,7 +428,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
         A tool call is its markup. A matched stop string is left out; special tokens may be.
         """
-        prompt, count, logprobs, before, length = _HEAD.unpack_from(self.data)
+        prompt, count, logprobs, before, length = self.lengths
         begin = _HEAD.size + 4 * (prompt + count + logprobs) + max(before, 0)
         return self._text(begin, length)
 
@@ -435,12 +440,12 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def prompt_count(self) -> int:
         """How many `prompt_ids` there are."""
-        return int(_HEAD.unpack_from(self.data)[0])
+        return self.lengths[0]
 
     @property
     def response_count(self) -> int:
         """How many `response_ids` there are."""
-        return int(_HEAD.unpack_from(self.data)[1])
+        return self.lengths[1]
 
     @property
     def prompt_end(self) -> int:
@@ -450,8 +455,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def end(self) -> int:
         """Tokens on the whole path, the response included."""
-        prompt, count, *_ = _HEAD.unpack_from(self.data)
-        return self.start + int(prompt) + int(count)
+        prompt, count, _, _, _ = self.lengths
+        return self.start + prompt + count
 
     @property
     def before(self) -> str | None:
@@ -478,18 +483,20 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Memory that the record holds: arrays, texts and Python objects, in bytes."""
-        total = _OBJECT_BYTES + len(self.data)
-        total += 0 if self.sampling.seed is None else _SEEDED_SAMPLING_BYTES
+        total = _OBJECT_BYTES + len(self.data) + len(self.request_id)
+        if self.sampling.seed is not None:
+            total += _SEEDED_SAMPLING_BYTES
         if self.token_level_reward is not None:
             total += self.token_level_reward.nbytes
         if self.routed_experts is not None:
             total += self.routed_experts.data.nbytes
         if self.sampling_mask is not None:
             total += self.sampling_mask.nbytes
-        total += len(self.request_id) + _ITEM_BYTES * len(self.multi_modal)
-        # One span is shared by all records of its length.
-        total += _VERSION_BYTES * max(len(self.versions) - 1, 0)
-        return total + info_bytes(self.info)
+        if self.multi_modal:
+            total += _ITEM_BYTES * len(self.multi_modal)
+        if len(self.versions) > 1:  # one span is shared by all records of its length
+            total += _VERSION_BYTES * (len(self.versions) - 1)
+        return total + info_bytes(self.info) if self.info else total
 
     def replace(self, **changes: Any) -> Record:
         """A copy with other values; `prompt_ids` and the like are given as to `Record.of`."""

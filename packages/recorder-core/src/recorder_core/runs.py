@@ -75,8 +75,9 @@ class Run:
         closed: bool = False,
     ) -> None:
         self.key = key
-        held = {record.id: record for record in records}
-        self._held = held if len(held) > 1 else next(iter(held.values()), None)
+        self._held = None
+        for record in records:
+            self.put(record)
         self.reward = reward
         self.info: Mapping[str, Any] = info or _NOTHING
         self.dropped: Mapping[str, int] = dropped or _NOTHING
@@ -235,11 +236,12 @@ def merged_by_key(items: Iterable[Run | Record]) -> list[Run]:
     bare: dict[RecordKey, dict[str, Record]] = {}
     for item in items:
         if isinstance(item, Run):
-            known = runs.get(item.key)
-            runs[item.key] = item if known is None else known.merge(item)
+            known = runs.setdefault(item.key, item)
+            if known is not item:
+                runs[item.key] = known.merge(item)
         else:
             bare.setdefault(item.key, {}).setdefault(item.id, item)
     for key, records in bare.items():
         alone = Run(key, records.values())
         runs[key] = runs[key].merge(alone) if key in runs else alone
-    return [runs[key] for key in sorted(runs, key=lambda key: key.order)]
+    return sorted(runs.values(), key=lambda run: run.key.order)

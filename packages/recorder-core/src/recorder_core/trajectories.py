@@ -137,9 +137,11 @@ class _Tree:
     def _experience(self, path: Sequence[Record], trained: set[str]) -> Experience:
         """The trajectory of a path; `trained` holds the records trained elsewhere."""
         run, root, leaf = self.run, path[0], path[-1]
-        prompt_length, length = root.prompt_end, leaf.end
-        count = length - prompt_length
-        tokens = np.empty(length, np.int32)
+        tokens = run.token_ids(leaf)
+        if not tokens.flags.writeable:  # the one record's own
+            tokens = tokens.copy()
+        prompt_length = root.prompt_end
+        count = len(tokens) - prompt_length
         logprobs = np.empty(count, np.float32)
         logprobs.fill(np.nan)
         action_mask = np.zeros(count, np.bool_)
@@ -147,14 +149,12 @@ class _Tree:
         masks: list[tuple[int, SamplingMask]] = []
         versions: list[VersionSpan] = []
         turns: list[ExperienceTurn] = []
-        info: dict[str, Any] = dict(run.info)
+        info: dict[str, Any] = dict(run.info) if run.info else {}
         reward: float | None = None
-        position = 0
         for record in path:
-            response, end = record.prompt_end, record.end
-            tokens[position:end] = run.token_ids(record, position)
-            position = end
-            start, stop = response - prompt_length, end - prompt_length
+            prompt, sampled, _, _, _ = record.lengths
+            start = record.start + prompt - prompt_length
+            stop = start + sampled
             values = record.logprobs
             if values is not None:
                 logprobs[start:stop] = values
