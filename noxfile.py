@@ -298,7 +298,7 @@ def trainer_environment(session: nox.Session, trainer: str) -> Path:
         python = environment(session, trainer, ENGINE_PYTHON, "torch")
     session.run(
         *[sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)],
-        *["--group", "test", "-e", "packages/recorder-core[client,parquet]", "rich"],
+        *["--group", "test", "-e", "packages/recorder-core[host,parquet,rollout]"],
         *TRAINERS[trainer],
         external=True,
     )
@@ -313,7 +313,8 @@ def trainers(session: nox.Session, trainer: str) -> None:
     python = trainer_environment(session, trainer)
     name = trainer.partition("-")[0]
     # And what wants torch of core, which its own sessions lack but for one.
-    tests = [f"tests/trainers/test_{name}.py", "tests/core/export", "tests/core/test_collate.py"]
+    own = [str(path) for path in sorted(Path("tests/trainers").glob(f"test_{name}*.py"))]
+    tests = [*own, "tests/core/export", "tests/core/test_collate.py"]
     session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
 
 
