@@ -44,6 +44,10 @@ TRAINERS = {
     "verl-0.9.1": ["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue", "uvicorn"],
 }
 
+# A harness of agents, whose own trajectories are exported; it wants Python 3.12.
+HARBOR_VERSION = "0.26.0"
+HARBOR_PYTHON = "3.12"
+
 PACKAGES = ("recorder-core", "sglang-recorder", "tinker-recorder", "vllm-recorder")
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 
@@ -316,6 +320,16 @@ def trainers(session: nox.Session, trainer: str) -> None:
     own = [str(path) for path in sorted(Path("tests/trainers").glob(f"test_{name}*.py"))]
     tests = [*own, "tests/core/export", "tests/core/test_collate.py"]
     session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+
+
+@nox.session(python=HARBOR_PYTHON, tags=["rest"])
+def harbor(session: nox.Session) -> None:
+    """What is exported, in Harbor's own models."""
+    sync(session, "--package=recorder-core", "--group=test")
+    python = str(Path(session.virtualenv.location, "bin", "python").absolute())
+    install = ["uv", "pip", "install", "--quiet", "--python", python]
+    session.run_install(*install, f"harbor=={HARBOR_VERSION}", external=True)
+    session.run("pytest", "tests/trainers/test_harbor.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", tags=["rest"])
