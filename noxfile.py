@@ -32,8 +32,8 @@ SKYRL_PYTHON = "3.12"
 # A capture gateway that the benchmarks compare with; it wants Python 3.12.
 PEER_VERSION = "1.0.2"
 
-# Trainers that take what recorder_core.export makes, and what each needs besides torch. The format
-# ATIF is tested beside TRL.
+# Trainers that take what recorder_core.export makes, and what each needs besides torch: the newest
+# release, and an older one. The format ATIF is tested beside TRL.
 TRAINERS = {
     # In the environment of Tinker's server; all that its trainer imports, without what it starts.
     f"skyrl-{SKYRL_VERSION}": [
@@ -41,7 +41,10 @@ TRAINERS = {
         *["pybase64", "ray", "skyrl-gym", "tensordict", "torchdata"],
     ],
     "trl-1.16.0": ["trl==1.16.0", "atif==1.8.0", "requests"],
+    "trl-1.12.0": ["trl==1.12.0", "aiohttp", "requests"],
     "verl-0.9.1": ["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue", "uvicorn"],
+    # It pins NumPy below 2, and so pyarrow.
+    "verl-0.8.0": ["verl==0.8.0", "aiohttp", "cachetools", "fastapi", "pyarrow<22"],
 }
 
 # A harness of agents, whose own trajectories are exported; it wants Python 3.12.
@@ -310,15 +313,26 @@ def trainer_environment(session: nox.Session, trainer: str) -> Path:
     return python
 
 
-@nox.session(venv_backend="none", tags=["rest"])
-@nox.parametrize("trainer", [nox.param(each, id=each) for each in TRAINERS])
+NEWEST_TRAINERS = {each.partition("-")[0]: each for each in reversed(TRAINERS)}
+"""The newest release of each, by its name."""
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize(
+    "trainer",
+    [
+        nox.param(each, id=each, tags=["rest"] if each in NEWEST_TRAINERS.values() else [])
+        for each in TRAINERS
+    ],
+)
 def trainers(session: nox.Session, trainer: str) -> None:
-    """What is exported, in the trainer's own losses."""
+    """What is exported, in the trainer's own losses; `make test` runs the newest of each."""
     python = trainer_environment(session, trainer)
     name = trainer.partition("-")[0]
-    # And what wants torch of core, which its own sessions lack but for one.
-    own = [str(path) for path in sorted(Path("tests/trainers").glob(f"test_{name}*.py"))]
-    tests = [*own, "tests/core/export", "tests/core/test_collate.py"]
+    tests = [str(path) for path in sorted(Path("tests/trainers").glob(f"test_{name}*.py"))]
+    if trainer == NEWEST_TRAINERS[name]:
+        # And what wants torch of core, which its own sessions lack but for one.
+        tests += ["tests/core/export", "tests/core/test_collate.py"]
     session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
 
 
@@ -398,7 +412,7 @@ def bench(session: nox.Session) -> None:
     session.run(str(python), "-m", "benchmarks", *session.posargs, external=True)
     python = sglang_environment(session, SGLANG_VERSIONS[-1])
     session.run(str(python), "-m", "benchmarks.serving", *session.posargs, external=True)
-    for trainer in TRAINERS:
+    for trainer in NEWEST_TRAINERS.values():
         python = trainer_environment(session, trainer)
         session.run(str(python), "-m", "benchmarks.export", *session.posargs, external=True)
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
+from packaging.version import Version
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo import packing as trl_packing
 
 from tests.models import tiny_qwen3_float32
 
@@ -49,9 +51,21 @@ class NoTransfer:
 
 
 def use_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two things that TRL has for GPUs only."""
-    monkeypatch.setattr(trl_packing, "_flash_attn", lambda: OnCpu)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    """The things that TRL has for GPUs only."""
+    if Version(trl.__version__) >= Version("1.13"):
+        monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    if Version(trl.__version__) >= Version("1.16"):
+        from trl.experimental.async_grpo import packing
+
+        monkeypatch.setattr(packing, "_flash_attn", lambda: OnCpu)
+        return
+    load = AutoModelForCausalLM.from_pretrained
+
+    def with_sdpa(*args: Any, **kwargs: Any) -> Any:
+        """It tells packed sequences apart by their positions, as that kernel does."""
+        return load(*args, **{**kwargs, "attn_implementation": "sdpa"})
+
+    monkeypatch.setattr(async_grpo_trainer.AutoModelForCausalLM, "from_pretrained", with_sdpa)
 
 
 def trainer(

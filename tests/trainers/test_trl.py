@@ -26,8 +26,8 @@ from recorder_core.rollout.trl import RecorderWorker
 from tests.models import tiny_qwen3_float32
 from tests.trainers import async_trl, policy
 
-TESTED = "1.16"
-"""The version of TRL that these tests were written for."""
+TESTED = "1.12 to 1.16"
+"""The versions of TRL that these tests were written for."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """What TRL's trainers take: `GRPOTrainer` by its `rollout_func`, `AsyncGRPOTrainer` by samples.
 
-Tested with TRL 1.16; needs nothing of it until a sample is made. Both trainers compute the
+Tested with TRL 1.12 and 1.16; needs nothing of it until a sample is made. Both trainers compute the
 probability of every token anew, from logits divided by `args.temperature` and the whole vocabulary.
 What plays for `AsyncGRPOTrainer` while it trains is in `recorder_core.rollout.trl`.
 """
