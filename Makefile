@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 NOX := .venv-tools/bin/nox
 
 .PHONY: test test-engines test-rest test-all lint types docs core vllm sglang tinker trainers harbor rollout view format clean
-.PHONY: canary demo view-demo demo-sglang demo-tinker demo-rl soak bench bench-peers bench-tinker
+.PHONY: canary demo view-demo demo-sglang demo-tinker demo-rl demo-trl soak bench bench-peers bench-tinker
 
 test: test-engines test-rest  ## what each change must pass; make -j2 test: both halves at once
 
@@ -14,7 +14,7 @@ test-all: $(NOX)  ## the same in every engine version, and property tests with m
 	$(NOX) -s lint types docs core vllm sglang tinker trainers harbor rollout view
 
 # One session, with arguments for what it runs: make vllm ARGS="-k streamed"
-lint format types docs core vllm sglang tinker trainers harbor rollout view canary demo view-demo demo-sglang demo-tinker demo-rl soak bench bench-peers bench-tinker: $(NOX)
+lint format types docs core vllm sglang tinker trainers harbor rollout view canary demo view-demo demo-sglang demo-tinker demo-rl demo-trl soak bench bench-peers bench-tinker: $(NOX)
 	$(NOX) -s $@ -- $(ARGS)
 
 $(NOX):

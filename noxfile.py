@@ -366,6 +366,17 @@ def demo_rl(session: nox.Session) -> None:
     session.run(str(python), "-m", "examples.grpo_cpu", *session.posargs, external=True)
 
 
+@nox.session(name="demo-trl", venv_backend="none")
+def demo_trl(session: nox.Session) -> None:
+    """The same by a stock trainer, in a process and an environment of its own."""
+    engine = vllm_environment(session, VLLM_ON_CPU)
+    python = trainer_environment(session, NEWEST_TRAINERS["trl"])
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
+    session.run(*uv, "openai", external=True)
+    command = [str(python), "-m", "examples.grpo_trl", "--vllm", str(engine.with_name("vllm"))]
+    session.run(*command, *session.posargs, external=True)
+
+
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job on a real model."""
