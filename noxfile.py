@@ -42,7 +42,9 @@ TRAINERS = {
     ],
     "trl-1.16.0": ["trl==1.16.0", "atif==1.8.0", "requests"],
     "trl-1.12.0": ["trl==1.12.0", "aiohttp", "requests"],
-    "verl-0.9.1": ["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue", "uvicorn"],
+    "verl-0.9.1": [
+        *["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue==0.1.11", "uvicorn"],
+    ],
     # It pins NumPy below 2, and so pyarrow.
     "verl-0.8.0": ["verl==0.8.0", "aiohttp", "cachetools", "fastapi", "pyarrow<22"],
 }
@@ -334,6 +336,15 @@ def trainers(session: nox.Session, trainer: str) -> None:
         # And what wants torch of core, which its own sessions lack but for one.
         tests += ["tests/core/export", "tests/core/test_collate.py"]
     session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+
+
+@nox.session(name="transfer-queue", venv_backend="none")
+def transfer_queue(session: nox.Session) -> None:
+    """verl's data plane on a real Ray: a minute until it is up, so not in `make test`."""
+    python = trainer_environment(session, NEWEST_TRAINERS["verl"])
+    session.env["RAY_USAGE_STATS_ENABLED"] = "0"
+    tests = "tests/trainers/test_transfer_queue.py"
+    session.run(str(python), "-m", "pytest", tests, *session.posargs, external=True)
 
 
 @nox.session(python=HARBOR_PYTHON, tags=["rest"])
