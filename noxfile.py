@@ -32,8 +32,8 @@ SKYRL_PYTHON = "3.12"
 # A capture gateway that the benchmarks compare with; it wants Python 3.12.
 PEER_VERSION = "1.0.2"
 
-# Trainers that take what recorder_core.export makes, and what each needs besides torch. The format
-# ATIF is tested beside TRL.
+# Trainers that take what recorder_core.export makes, and what each needs besides torch: the newest
+# release, and an older one. The format ATIF is tested beside TRL.
 TRAINERS = {
     # In the environment of Tinker's server; all that its trainer imports, without what it starts.
     f"skyrl-{SKYRL_VERSION}": [
@@ -41,8 +41,17 @@ TRAINERS = {
         *["pybase64", "ray", "skyrl-gym", "tensordict", "torchdata"],
     ],
     "trl-1.16.0": ["trl==1.16.0", "atif==1.8.0", "requests"],
-    "verl-0.9.1": ["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue", "uvicorn"],
+    "trl-1.12.0": ["trl==1.12.0", "aiohttp", "requests"],
+    "verl-0.9.1": [
+        *["verl==0.9.1", "aiohttp", "cachetools", "fastapi", "TransferQueue==0.1.11", "uvicorn"],
+    ],
+    # It pins NumPy below 2, and so pyarrow.
+    "verl-0.8.0": ["verl==0.8.0", "aiohttp", "cachetools", "fastapi", "pyarrow<22"],
 }
+
+# A harness of agents, whose own trajectories are exported; it wants Python 3.12.
+HARBOR_VERSION = "0.26.0"
+HARBOR_PYTHON = "3.12"
 
 PACKAGES = ("recorder-core", "sglang-recorder", "tinker-recorder", "vllm-recorder")
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
@@ -298,7 +307,7 @@ def trainer_environment(session: nox.Session, trainer: str) -> Path:
         python = environment(session, trainer, ENGINE_PYTHON, "torch")
     session.run(
         *[sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)],
-        *["--group", "test", "-e", "packages/recorder-core[client,parquet]", "rich"],
+        *["--group", "test", "-e", "packages/recorder-core[host,parquet,rollout]"],
         *TRAINERS[trainer],
         external=True,
     )
@@ -306,15 +315,46 @@ def trainer_environment(session: nox.Session, trainer: str) -> Path:
     return python
 
 
-@nox.session(venv_backend="none", tags=["rest"])
-@nox.parametrize("trainer", [nox.param(each, id=each) for each in TRAINERS])
+NEWEST_TRAINERS = {each.partition("-")[0]: each for each in reversed(TRAINERS)}
+"""The newest release of each, by its name."""
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize(
+    "trainer",
+    [
+        nox.param(each, id=each, tags=["rest"] if each in NEWEST_TRAINERS.values() else [])
+        for each in TRAINERS
+    ],
+)
 def trainers(session: nox.Session, trainer: str) -> None:
-    """What is exported, in the trainer's own losses."""
+    """What is exported, in the trainer's own losses; `make test` runs the newest of each."""
     python = trainer_environment(session, trainer)
     name = trainer.partition("-")[0]
-    # And what wants torch of core, which its own sessions lack but for one.
-    tests = [f"tests/trainers/test_{name}.py", "tests/core/export", "tests/core/test_collate.py"]
+    tests = [str(path) for path in sorted(Path("tests/trainers").glob(f"test_{name}*.py"))]
+    if trainer == NEWEST_TRAINERS[name]:
+        # And what wants torch of core, which its own sessions lack but for one.
+        tests += ["tests/core/export", "tests/core/test_collate.py"]
     session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+
+
+@nox.session(name="transfer-queue", venv_backend="none")
+def transfer_queue(session: nox.Session) -> None:
+    """verl's data plane on a real Ray: a minute until it is up, so not in `make test`."""
+    python = trainer_environment(session, NEWEST_TRAINERS["verl"])
+    session.env["RAY_USAGE_STATS_ENABLED"] = "0"
+    tests = "tests/trainers/test_transfer_queue.py"
+    session.run(str(python), "-m", "pytest", tests, *session.posargs, external=True)
+
+
+@nox.session(python=HARBOR_PYTHON, tags=["rest"])
+def harbor(session: nox.Session) -> None:
+    """What is exported, in Harbor's own models."""
+    sync(session, "--package=recorder-core", "--group=test")
+    python = str(Path(session.virtualenv.location, "bin", "python").absolute())
+    install = ["uv", "pip", "install", "--quiet", "--python", python]
+    session.run_install(*install, f"harbor=={HARBOR_VERSION}", external=True)
+    session.run("pytest", "tests/trainers/test_harbor.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", tags=["rest"])
@@ -335,6 +375,17 @@ def demo_rl(session: nox.Session) -> None:
     """A loop that learns: three seeds of GRPO on recorded rollouts."""
     python = vllm_environment(session, VLLM_ON_CPU)
     session.run(str(python), "-m", "examples.grpo_cpu", *session.posargs, external=True)
+
+
+@nox.session(name="demo-trl", venv_backend="none")
+def demo_trl(session: nox.Session) -> None:
+    """The same by a stock trainer, in a process and an environment of its own."""
+    engine = vllm_environment(session, VLLM_ON_CPU)
+    python = trainer_environment(session, NEWEST_TRAINERS["trl"])
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
+    session.run(*uv, "openai", external=True)
+    command = [str(python), "-m", "examples.grpo_trl", "--vllm", str(engine.with_name("vllm"))]
+    session.run(*command, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -383,7 +434,7 @@ def bench(session: nox.Session) -> None:
     session.run(str(python), "-m", "benchmarks", *session.posargs, external=True)
     python = sglang_environment(session, SGLANG_VERSIONS[-1])
     session.run(str(python), "-m", "benchmarks.serving", *session.posargs, external=True)
-    for trainer in TRAINERS:
+    for trainer in NEWEST_TRAINERS.values():
         python = trainer_environment(session, trainer)
         session.run(str(python), "-m", "benchmarks.export", *session.posargs, external=True)
 

@@ -23,8 +23,6 @@ ENVIRONMENT = {
 class VLLMServer(EngineServer):
     """One `vllm serve MODEL` on a free loopback port, stopped when the block ends.
 
-    The command is the one of the running environment.
-
         with VLLMServer(model, "--enable-recording") as server:
             client = OpenAI(base_url=f"{server.base_url}/v1", api_key="batch/task/0")
 
@@ -33,6 +31,7 @@ class VLLMServer(EngineServer):
         *args: More arguments of `vllm serve`. One given here wins over the default.
         env: Environment variables to set, or with None to unset.
         name: The model's name in the API.
+        command: The `vllm` command; by default that of the running environment.
         log: Where the output goes. A temporary file if None.
         start_timeout_s: How long the server may take until it is healthy.
     """
@@ -43,12 +42,13 @@ class VLLMServer(EngineServer):
         *args: str,
         env: Mapping[str, str | None] | None = None,
         name: str = "model",
+        command: str | None = None,
         log: Path | None = None,
         start_timeout_s: float = 300,
     ) -> None:
         super().__init__(
             [
-                *[str(Path(sysconfig.get_path("scripts"), "vllm")), "serve", str(model)],
+                *[command or str(Path(sysconfig.get_path("scripts"), "vllm")), "serve", str(model)],
                 *["--served-model-name", name, "--max-model-len", "2048", "--enforce-eager"],
                 *args,
             ],

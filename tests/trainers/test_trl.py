@@ -5,35 +5,29 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo import packing as trl_packing
+from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recorder_core import Experience, export
 from recorder_core.export import ExportError, Rules
-from recorder_core.export.trl import (
-    RecorderWorker,
-    recorded_reward,
-    rollout,
-    rollout_samples,
-    use_engine,
-)
+from recorder_core.export.trl import recorded_reward, rollout, rollout_samples, use_engine
+from recorder_core.rollout.trl import RecorderWorker
 from tests.models import tiny_qwen3_float32
-from tests.trainers import policy
+from tests.trainers import async_trl, policy
 
-TESTED = "1.16"
-"""The version of TRL that these tests were written for."""
+TESTED = "1.12 to 1.16"
+"""The versions of TRL that these tests were written for."""
 
 
 @pytest.fixture(scope="module")
@@ -189,38 +183,20 @@ def test_sync_runs_that_do_not_match_the_batch_are_refused(recorded: list[Experi
 # Async
 
 
-def sdpa_of_segments(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: Any, **__: Any
-) -> Any:
-    """Variable-length causal attention without the GPU kernel that TRL loads for it."""
-    out = torch.empty_like(query)
-    repeat = query.shape[1] // key.shape[1]
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-        k = key[k0:k1].repeat_interleave(repeat, 1)
-        v = value[k0:k1].repeat_interleave(repeat, 1)
-        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], k) * softmax_scale
-        allowed = torch.arange(k1 - k0) <= torch.arange(k1 - k0 - (q1 - q0), k1 - k0)[:, None]
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        out[q0:q1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-    return out
+class Given:
+    """A worker that has made all its samples already."""
 
+    def __init__(self, samples: list[Any]) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        for each in samples:
+            self.rollout_buffer.put(each)
 
-class OnCpu:
-    """The one function of the attention kernel that TRL calls."""
-
-    flash_attn_varlen_func = staticmethod(sdpa_of_segments)
-
-
-class NoTransfer:
-    """No engine to send weights to."""
-
-    def init_weight_transfer(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def destroy(self) -> None: ...
-    def send_weights(self, iterator: Any) -> None:
-        for _ in iterator:
-            pass
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def update_model_version(self, model_version: int) -> None: ...
+    def check_health(self, stale_after_s: float) -> None:
+        raise RuntimeError("the trainer wants more samples than there are")
 
 
 @pytest.fixture
@@ -228,36 +204,13 @@ def asynchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[list[Experience]], tuple[dict[str, float], Step]]:
     """Trains one step with the stock `AsyncGRPOTrainer`; gives its log and gradient."""
-    monkeypatch.setattr(trl_packing, "_flash_attn", lambda: OnCpu)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    async_trl.use_cpu(monkeypatch)
 
     def train(experiences: list[Experience]) -> tuple[dict[str, float], Step]:
-        batch = export.group_advantages(export.rows(experiences))
-        worker = RecorderWorker(lambda version: batch, max_samples=2 * len(batch))
-        args = AsyncGRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=len(batch),
-            gradient_accumulation_steps=1,
-            max_steps=1,
-            learning_rate=0.0,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            dtype="float32",
-            max_grad_norm=1e9,
-            save_strategy="no",
-            token_budget=0,
-        )
+        samples = rollout_samples(export.group_advantages(export.rows(experiences)))
         step = Step()
-        trainer = AsyncGRPOTrainer(
-            model=str(tiny_qwen3_float32()),
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": list(policy.REWARDS)}),
-            rollout_worker=worker,
-            weight_transfer=NoTransfer(),
-            callbacks=[step],
-        )
+        worker = Given(2 * samples)  # the next step's are fetched ahead
+        trainer = async_trl.trainer(tmp_path, worker, samples=len(samples), callbacks=[step])
         trainer.train()
         return trainer.state.log_history[0], step
 
@@ -272,7 +225,6 @@ def test_async_on_policy_the_ratio_is_one_and_the_loss_the_closed_form(
     assert log["ratio"] == pytest.approx(1, abs=1e-5)
     assert log["loss"] == pytest.approx(closed_form(recorded), abs=1e-4)
     assert np.abs(step.gradient).max() > 1e-3
-    assert log["export/rows"] == 8
 
 
 def test_async_shifted_logprobs_shift_the_ratio(
@@ -323,42 +275,6 @@ def test_async_samples_carry_the_oldest_version_and_no_empty_row(
         rollout_samples(export.rows(recorded))
 
 
-def test_async_a_worker_that_fails_says_so_where_trl_asks() -> None:
-    def broken(version: int) -> export.Batch:
-        raise OSError("no engine")
-
-    worker = RecorderWorker(broken)
-    worker.start()
-    worker._thread.join(10)
-
-    with pytest.raises(RuntimeError, match="the rollouts have failed") as caught:
-        worker.check_health(60)
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_async_a_worker_without_more_rollouts_says_so_too() -> None:
-    worker = RecorderWorker(lambda version: None)
-    worker.start()
-    worker._thread.join(10)
-
-    with pytest.raises(RuntimeError, match="no more rollouts"):
-        worker.check_health(60)
-
-
-def test_async_a_worker_that_is_stopped_ends_though_nobody_takes_its_samples(
-    recorded: list[Experience],
-) -> None:
-    batch = export.group_advantages(export.rows(recorded))
-    worker = RecorderWorker(lambda version: batch, max_samples=1)
-    worker.start()
-
-    worker.check_health(60)
-    worker.stop()
-    worker._thread.join(10)
-
-    assert not worker._thread.is_alive()
-
-
 # Canary
 
 
@@ -377,7 +293,12 @@ def test_trl_still_has_what_is_relied_on() -> None:
         *["rollout_buffer", "metrics_queue", "start", "stop", "update_model_version"],
         "check_health",
     }, moved
-    assert wanted <= set(dir(RecorderWorker(lambda version: None))), moved
+    assert wanted <= {*dir(RecorderWorker), "rollout_buffer", "metrics_queue"}, moved
+    transfer = async_grpo_trainer.WeightTransferProtocol
+    wanted = {name for name in vars(transfer) if not name.startswith("_")}
+    assert wanted == {
+        *["init_weight_transfer", "pause", "send_weights", "resume", "destroy"],
+    }, moved
     source = inspect.getsource(GRPOTrainer)
     for name in ("env_mask", "use_vllm", "vllm_generation.sync_weights()", "_last_loaded_step"):
         assert name in source, moved

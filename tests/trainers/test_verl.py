@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import AdvantageEstimator, get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.config import ActorConfig
 
@@ -25,9 +25,12 @@ from recorder_core.export import ExportError, Rules
 from recorder_core.export.verl import agent_loop_outputs, dataproto
 from tests.trainers import policy
 
-TESTED = "0.9"
-"""The version of verl that these tests were written for."""
+TESTED = "0.8 to 0.9"
+"""The versions of verl that these tests were written for."""
 
+in_v1 = pytest.mark.skipif(
+    Version(metadata.version("verl")) < Version("0.9"), reason="there is no V1 before verl 0.9"
+)
 ACTOR = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1)
 
 
@@ -208,9 +211,12 @@ def as_v1_sees_it(outputs: dict[str, list[AgentLoopOutput]]) -> tuple[DataProto,
     return DataProto.from_dict(tensors, {"uid": np.array(uids, dtype=object)}), keys
 
 
+@in_v1
 def test_in_agent_loops_each_run_counts_once_and_every_row_is_trained(
     recorded: list[Experience],
 ) -> None:
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
     branch = policy.trajectory(policy.load(), "sum", 3, reward=3.0, seed=9, suffix="branch")
     empty = branch.replace(action_mask=np.zeros_like(branch.action_mask))
     batch = export.rows([*recorded, branch, empty], Rules(empty="keep"))
@@ -229,6 +235,7 @@ def test_in_agent_loops_each_run_counts_once_and_every_row_is_trained(
         assert row[row_mask].numpy() == pytest.approx(of_run[key], abs=1e-3)
 
 
+@in_v1
 def test_an_agent_loop_output_is_what_was_recorded(recorded: list[Experience]) -> None:
     (output,) = agent_loop_outputs(export.rows([experts(recorded[0])]))["b/sum/0"]
 

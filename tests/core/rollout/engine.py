@@ -44,6 +44,8 @@ class StandIn:
         """Added to the store's time: what is leased can be let run out."""
         self.secret: str | None = None
         """What record keys have to be signed with; of the next start."""
+        self.labels = ["7"]
+        """Every label that its weights have had."""
         self._waiting = 0
         self._ids = itertools.count()
         with socket.socket() as probe:
@@ -57,7 +59,11 @@ class StandIn:
         self.recorder = Recorder(MemoryStore(clock=lambda: time.monotonic() + self.clock_s))
         self.store = self.recorder.store
         app = FastAPI()
-        app.include_router(records_router(self.recorder, guard=AdminGuard(ADMIN_KEY)))
+        app.include_router(
+            records_router(
+                self.recorder, guard=AdminGuard(ADMIN_KEY), set_version=self._set_version
+            )
+        )
         app.post("/v1/completions")(self._complete)
         app.add_middleware(IdentityMiddleware, secret=self.secret)
         listener = socket.socket()
@@ -79,6 +85,9 @@ class StandIn:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
         self.recorder.close()
+
+    async def _set_version(self, label: str) -> None:
+        self.labels.append(label)
 
     async def _complete(self, request: Request) -> dict[str, Any]:
         """Sample one token after the prompt: the number of the generation."""
@@ -102,7 +111,7 @@ class StandIn:
             prompt_ids=body["prompt"],
             response_ids=[100 + number % 100],
             logprobs=[-0.5],
-            versions=[VersionSpan(0, 1, "7")],
+            versions=[VersionSpan(0, 1, self.labels[-1])],
             finish_reason=FinishReason.STOP,
             request_id=f"cmpl-{number}",
             created_at=began,

@@ -10,7 +10,7 @@ required. `export.parquet` and `export.datasets` need pyarrow, and are imported 
 """
 
 from recorder_core.errors import ExportError
-from recorder_core.export import atif, dicts, skyrl, tinker, trl, verl
+from recorder_core.export import atif, dicts, harbor, skyrl, tinker, transfer_queue, trl, verl
 from recorder_core.export.advantages import group_advantages
 from recorder_core.export.batch import Batch, Row, Run
 from recorder_core.export.normal import rows
@@ -27,10 +27,12 @@ __all__ = [
     "atif",
     "dicts",
     "group_advantages",
+    "harbor",
     "int_label",
     "rows",
     "skyrl",
     "tinker",
+    "transfer_queue",
     "trl",
     "verl",
 ]

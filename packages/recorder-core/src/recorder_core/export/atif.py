@@ -24,7 +24,8 @@ def trajectory(
 
     Which tokens are to be trained, the weights' versions and why a generation ended have no field
     of their own in ATIF: they are in each step's `metrics.extra`, as `mask`, `versions` and
-    `finish_reason`; the reward is in `final_metrics.extra`.
+    `finish_reason`; the reward is in `final_metrics.extra`. A generation that is trained in another
+    trajectory is marked `is_copied_context`.
 
     Args:
         experience: A recorded one, with its turns.
@@ -42,44 +43,63 @@ def trajectory(
     """
     import atif
 
+    return atif.Trajectory(
+        **document(experience, agent=agent, agent_version=agent_version, model_name=model_name)
+    )
+
+
+def document(
+    experience: Experience, *, agent: str, agent_version: str, model_name: str | None = None
+) -> dict[str, Any]:
+    """The same as plain data."""
     if not experience.turns:
         raise ExportError(f"{experience.eid} has no turns; ATIF has a step for each generation")
-    steps = [atif.Step(step_id=1, source="user", message=experience.prompt_text or "")]
+    steps: list[dict[str, Any]] = [
+        {"step_id": 1, "source": "user", "message": experience.prompt_text or ""}
+    ]
     for turn in experience.turns:
         text = turn.response_text
         if text is None and len(experience.turns) == 1:
             text = experience.response_text
         steps.append(
-            atif.Step(
-                step_id=len(steps) + 1,
-                source="agent",
-                timestamp=_timestamp(turn.created_at),
-                model_name=model_name,
-                message=text or "",
-                metrics=atif.Metrics(**_metrics(experience, turn)),
-                llm_call_count=1,
-            )
+            {
+                "step_id": len(steps) + 1,
+                "source": "agent",
+                "timestamp": _timestamp(turn.created_at),
+                "model_name": model_name,
+                "message": text or "",
+                "metrics": turn_metrics(experience, turn),
+                "llm_call_count": 1,
+                "is_copied_context": None if is_trained(experience, turn) else True,
+            }
         )
-    return atif.Trajectory(
-        schema_version=SCHEMA_VERSION,
-        session_id=experience.eid.key.text,
-        trajectory_id=str(experience.eid),
-        agent=atif.Agent(
-            name=agent,
-            version=agent_version,
-            model_name=model_name,
-            tool_definitions=experience.tools,
-        ),
-        steps=steps,
-        final_metrics=atif.FinalMetrics(
-            total_completion_tokens=sum(turn.end - turn.start for turn in experience.turns),
-            total_steps=len(steps),
-            extra={"reward": experience.reward},
-        ),
-    )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "session_id": experience.eid.key.text,
+        "trajectory_id": str(experience.eid),
+        "agent": {
+            "name": agent,
+            "version": agent_version,
+            "model_name": model_name,
+            "tool_definitions": experience.tools,
+        },
+        "steps": steps,
+        "final_metrics": {
+            "total_completion_tokens": sum(turn.end - turn.start for turn in experience.turns),
+            "total_steps": len(steps),
+            "extra": {"reward": experience.reward},
+        },
+    }
 
 
-def _metrics(experience: Experience, turn: ExperienceTurn) -> dict[str, Any]:
+def is_trained(experience: Experience, turn: ExperienceTurn) -> bool:
+    """Whether a token of the turn is to be trained in this trajectory, not only in another one."""
+    mask = experience.action_mask
+    return mask is None or bool(mask[turn.start : turn.end].any())
+
+
+def turn_metrics(experience: Experience, turn: ExperienceTurn) -> dict[str, Any]:
+    """A turn's exact ids, its logprobs if all are known, and what has no field of its own."""
     start = experience.prompt_length
     place = slice(turn.start, turn.end)
     logprobs = None if experience.logprobs is None else experience.logprobs[place]

@@ -1,15 +1,14 @@
 """What TRL's trainers take: `GRPOTrainer` by its `rollout_func`, `AsyncGRPOTrainer` by samples.
 
-Tested with TRL 1.16; needs nothing of it until a sample is made. Both trainers compute the
+Tested with TRL 1.12 and 1.16; needs nothing of it until a sample is made. Both trainers compute the
 probability of every token anew, from logits divided by `args.temperature` and the whole vocabulary.
+What plays for `AsyncGRPOTrainer` while it trains is in `recorder_core.rollout.trl`.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,96 +163,3 @@ def rollout_samples(batch: Batch, *, temperature: float = 1.0, first_group: int 
             )
         )
     return samples
-
-
-class RecorderWorker:
-    """A `rollout_worker` for `AsyncGRPOTrainer`: rollouts on a thread, as fast as they are trained.
-
-    Args:
-        rollouts: Makes one batch, with advantages; called again and again with the version of the
-            weights that are live. None ends the rollouts: TRL, which fetches a step's samples
-            ahead, has to have reached its `max_steps` by then.
-        temperature: `args.temperature` of the trainer.
-        max_samples: Samples that may wait for the trainer; when there are as many, the thread does.
-
-    Example:
-        >>> def rollouts(version):
-        ...     report = asyncio.run(coordinator.run(next(tasks), batch_id=next(numbers)))
-        ...     return export.group_advantages(export.rows(report.experiences))
-        >>> AsyncGRPOTrainer(..., rollout_worker=RecorderWorker(rollouts))
-    """
-
-    def __init__(
-        self,
-        rollouts: Callable[[int], Batch | None],
-        *,
-        temperature: float = 1.0,
-        max_samples: int = 1024,
-    ) -> None:
-        self.rollout_buffer: queue.Queue[Any] = queue.Queue(max_samples)
-        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._rollouts = rollouts
-        self._temperature = temperature
-        self._version = 0
-        self._groups = 0
-        self._alive_at = time.monotonic()
-        self._failure: BaseException | None = None
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="recorder-rollouts", daemon=True)
-
-    def start(self) -> None:
-        """Begin; TRL calls this once, after it has set the engine's weights."""
-        self._alive_at = time.monotonic()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the batch that is being made, whose samples are thrown away."""
-        self._stopping.set()
-
-    def update_model_version(self, model_version: int) -> None:
-        """TRL has set new weights."""
-        self._version = model_version
-
-    def check_health(self, stale_after_s: float) -> None:
-        """TRL finds nothing to train.
-
-        Raises:
-            RuntimeError: Making a batch failed, took longer than `stale_after_s`, or there will be
-                no more.
-        """
-        if self._failure is not None:
-            raise RuntimeError("the rollouts have failed") from self._failure
-        if not self._thread.is_alive():
-            raise RuntimeError("there are no more rollouts, and nothing is left to train")
-        silent = time.monotonic() - self._alive_at
-        if silent > stale_after_s:
-            raise RuntimeError(
-                f"no rollouts for {silent:.0f} s; see to the engine, or raise "
-                "AsyncGRPOConfig.heartbeat_stale_after_s"
-            )
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                batch = self._rollouts(self._version)
-                if batch is None:
-                    return
-                samples = rollout_samples(
-                    batch, temperature=self._temperature, first_group=self._groups
-                )
-                self._groups += len(batch.by_group)
-                self.metrics_queue.put(batch.report.metrics())
-                self._put(samples)
-        except Exception as error:  # noqa: BLE001 - raised again where TRL asks, on its thread
-            self._failure = error
-
-    def _put(self, samples: Iterable[Any]) -> None:
-        for sample in samples:
-            while not self._stopping.is_set():
-                self._alive_at = time.monotonic()
-                try:
-                    self.rollout_buffer.put(sample, timeout=0.5)
-                    break
-                except queue.Full:
-                    continue
-        self._alive_at = time.monotonic()

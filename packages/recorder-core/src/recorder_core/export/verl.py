@@ -1,7 +1,7 @@
 """What verl takes: a `DataProto` of padded tensors, or the outputs of agent loops.
 
-Tested with verl 0.9. `AgentLoopOutput`s are what its trainer with a data plane ("V1") takes, which
-knows runs of several trajectories; a `DataProto` is what its older trainers take.
+Tested with verl 0.8 and 0.9. `AgentLoopOutput`s are what its trainer with a data plane ("V1", from
+0.9) takes, which knows runs of several trajectories; a `DataProto` is what its older trainers take.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A workflow says what became of its run, and no more: the engine keeps the experi
 scheduler drains them by the record keys of the runs that ended well.
 
 Needs the extra `recorder-core[rollout]`. `recorder_core.rollout.progress` needs rich,
-`recorder_core.rollout.ray_pool` needs Ray; neither is imported here.
+`recorder_core.rollout.ray_pool` needs Ray, `recorder_core.rollout.trl` TRL; none is imported here.
 """
 
 from recorder_core.rollout.address import EngineAddress

@@ -210,6 +210,11 @@ class Scheduler:
         self._finished: set[str] = set()
         self._abandoned: set[str] = set()
 
+    @property
+    def engines(self) -> list[EngineAddress]:
+        """The replicas."""
+        return [replica.engine for replica in self._replicas.all]
+
     async def start(self) -> None:
         """Ask the replicas whether they are up; one that is not may come up later.
 
