@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import sglang
+from fastapi import FastAPI, Request
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 import sglang_recorder
-from examples.sglang_server import SGLangServer
 from recorder_core import FinishReason, Record, Recorder
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.options import RecordingOptions
+from recorder_core.server import IdentityMiddleware
 from sglang_recorder import generation, hook, hook_points, sampling, server
+from sglang_recorder.checking import Check
 from tests.models import tiny_qwen3
 from tests.sglang.apis import assert_recorded, by_sample, only
 from tests.sglang.conftest import PACED
@@ -195,26 +197,30 @@ def test_an_abort_of_a_running_generation_keeps_its_tokens(engine: Any, recorder
 
 def test_routed_experts_of_a_dense_model_are_refused(engine: Any) -> None:
     options = RecordingOptions(enabled=True, routed_experts=True)
+    manager = engine.tokenizer_manager
     with pytest.raises(UnsupportedEngineError, match="no experts; leave the flag out"):
-        server._install(options, engine.tokenizer_manager)
+        server.check_model(options, manager.model_config, manager.server_args)
 
 
+@pytest.mark.parametrize("secret", [None, "a secret of at least 32 characters"])
 def test_a_generation_that_yields_no_record_fails_the_check_at_start(
-    engine: Any, recorder: Recorder, plain_server: SGLangServer
+    engine: Any, recorder: Recorder, secret: str | None
 ) -> None:
-    # The check asks a server that records nothing.
-    arguments = SimpleNamespace(
-        url=lambda: plain_server.base_url,
-        api_key=None,
-        ssl_certfile=None,
-        disaggregation_mode="null",
-    )
-    installed = hook_points.install(engine)
-    before = recorder.stats().recorder
+    app, installed = FastAPI(), hook_points.install(engine)
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Any:
+        # As SGLang's own, with nothing before it that reads keys.
+        asked = GenerateReqInput(**await request.json())
+        return await anext(engine.tokenizer_manager.generate_request(asked, request))
+
+    run, arguments = engine.loop.run_until_complete, engine.server_args
+    before = recorder.stats().recorder.started
     with pytest.raises(UnsupportedEngineError, match=r"answered with the tokens \[.+\].* \[\]"):
-        server._check(installed, arguments)
+        run(Check(installed, app, secret).run(arguments))
+    run(Check(installed, IdentityMiddleware(app, secret=secret), secret).run(arguments))
     assert installed.probe is None
-    assert recorder.stats().recorder == before
+    assert recorder.stats().recorder.started == before
 
 
 def test_what_is_no_engine_is_refused() -> None:

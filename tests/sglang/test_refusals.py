@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,6 @@ def understood(*argv: str) -> Any:
 
 
 REFUSALS = {
-    "several tokenizer workers": (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num 1"),
     "an encoder": (["--encoder-only"], "give the flag to the language server"),
     "a prefill server": (["--disaggregation-mode", "prefill"], "give the flag to the decode"),
     "gRPC": (["--grpc-mode"], "leave out --grpc-mode"),
@@ -83,16 +83,17 @@ def test_a_newer_release_is_taken_and_that_it_is_untested_is_said(
 def test_an_untested_release_is_not_started_without_the_check_that_it_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_recorder import server
+    from sglang_recorder import launching
 
     def launch(server_args: Any, tokenizer_manager: Any, execute_warmup_func: Any) -> None: ...
 
-    monkeypatch.setattr(server, "mount", lambda *_: None)
+    monkeypatch.setattr(launching.server, "mount", lambda *_: None)
     args = SimpleNamespace(skip_server_warmup=True)
-    server.attach(plugin.options, launch, args, None, None)
-    monkeypatch.setattr(sglang, "__version__", "0.99.0")
-    with pytest.raises(UnsupportedEngineError, match="untested: leave it out"):
-        server.attach(plugin.options, launch, args, None, None)
+    with ExitStack() as ending:
+        launching.attach(plugin.options, ending, launch, args, None, None)
+        monkeypatch.setattr(sglang, "__version__", "0.99.0")
+        with pytest.raises(UnsupportedEngineError, match="untested: leave it out"):
+            launching.attach(plugin.options, ending, launch, args, None, None)
 
 
 def test_this_release_is_taken(engine_version: Version) -> None:
@@ -176,6 +177,22 @@ def test_the_tables_say_what_is_supported() -> None:
     for row in compat.TABLE:
         assert row.row("SGLang") in (root / "README.md").read_text()
         assert row.row("").replace("|  ", "| ") in (root / "docs" / "sglang.md").read_text()
+
+
+def test_several_tokenizer_workers_without_one_recorder_are_refused() -> None:
+    several = SimpleNamespace(tokenizer_worker_num=2)
+    with pytest.raises(UnsupportedEngineError, match=r"each record only a part.*worker-num 1"):
+        compat.check_engine(several)
+
+
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.18"])
+def test_several_tokenizer_workers_of_older_releases_are_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    assert understood(*RECORDING, "--tokenizer-worker-num", "1")
+    monkeypatch.setattr(sglang, "__version__", version)
+    with pytest.raises(SystemExit, match=r"2 tokenizer workers are recorded from SGLang 0\.5\.19"):
+        understood(*RECORDING, "--tokenizer-worker-num", "2")
 
 
 def test_no_engine_is_refused() -> None:

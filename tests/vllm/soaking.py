@@ -21,6 +21,7 @@ from recorder_core.client import AsyncRecordClient
 from recorder_core.drained import Drained
 from recorder_core.errors import ClientError
 from recorder_core.recorder import RecorderStats
+from tests.front_ends import recorder_process
 from tests.models import tiny_qwen3
 
 BATCH = "soak"
@@ -218,14 +219,6 @@ def check(account: Account, stats: RecorderStats, durable: bool = False) -> list
     if len(account.instances) == 1 and drained != recorded:
         faults.append(f"{recorded} were recorded, {drained} drained")
     return faults
-
-
-def recorder_process(server: VLLMServer) -> psutil.Process | None:
-    """The recorder process of a server with several API servers, if it is there."""
-    for child in psutil.Process(server.pid).children():
-        if "recorder_core.host" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-            return child
-    return None
 
 
 async def _soak_and_kill(server: VLLMServer, args: argparse.Namespace) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -19,11 +18,11 @@ import pytest
 from examples.vllm_server import VLLMServer
 from recorder_core.client import RecordClient
 from recorder_core.recorder import RecorderStats
+from tests.front_ends import FrontEnd, is_gone, recorder_process
 from tests.models import tiny_qwen3
-from tests.streams import events
 from tests.vllm.apis import only, settle, wait_until
 from tests.vllm.conftest import ADMIN_KEY, ENV, PACED
-from tests.vllm.soaking import check, recorder_process, soak
+from tests.vllm.soaking import check, soak
 from vllm_recorder.weights import WEIGHTS_CHANGED
 
 pytestmark = pytest.mark.server
@@ -32,55 +31,13 @@ Keys = Callable[[], str]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-class FrontEnd:
-    """One of the API servers, over a connection that the kernel has dealt to it."""
-
-    def __init__(self, server: VLLMServer, process: psutil.Process) -> None:
-        self._server = server
-        self._process = process
-        self._http: httpx.Client | None = None
-
-    def connected(self) -> httpx.Client:
-        """A client whose one connection is to this process."""
-        while self._http is None or not self._has(self._http):
-            self.close()
-            # Without certificates, which take longer to load than the rest.
-            self._http = httpx.Client(base_url=self._server.base_url, timeout=120, verify=False)
-        return self._http
-
-    def _has(self, http: httpx.Client) -> bool:
-        http.get("/health")
-        (connection,) = http._transport._pool.connections
-        port = connection._connection._network_stream.get_extra_info("client_addr")[1]
-        return any(
-            each.raddr.port == port for each in self._process.net_connections() if each.raddr
-        )
-
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-            self._http = None
+class APIServer(FrontEnd):
+    """One of the API servers."""
 
     def complete(self, key: str, prompt: object, **fields: object) -> dict[str, Any]:
-        body = {"model": self._server.name, "prompt": prompt, "return_token_ids": True, **fields}
-        headers = {"Authorization": f"Bearer {key}"}
-        response = self.connected().post("/v1/completions", json=body, headers=headers)
-        assert response.status_code == 200, response.text
-        choice: dict[str, Any] = response.json()["choices"][0]
+        body = {"model": "model", "prompt": prompt, "return_token_ids": True, **fields}
+        choice: dict[str, Any] = self.post("/v1/completions", body, key)["choices"][0]
         return choice
-
-    def records(self, path: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        return self.connected().get(f"/records/{path}", headers=headers)
-
-    def leave_after(self, key: str, tokens: int) -> None:
-        """Stream, and leave after so many pieces."""
-        body = {"model": self._server.name, "prompt": "Hello", "max_tokens": 1000, "stream": True}
-        headers = {"Authorization": f"Bearer {key}"}
-        with self.connected().stream(
-            "POST", "/v1/completions", json={**body, **GREEDY}, headers=headers
-        ) as response:
-            list(itertools.islice(events(response), tokens))
 
 
 def stats_of(client: RecordClient) -> RecorderStats:
@@ -104,9 +61,9 @@ def client(server: VLLMServer) -> Iterator[RecordClient]:
 
 
 @pytest.fixture(scope="module")
-def front_ends(server: VLLMServer) -> Iterator[list[FrontEnd]]:
+def front_ends(server: VLLMServer) -> Iterator[list[APIServer]]:
     pids = {int(pid) for pid in re.findall(r"ApiServer_\d pid=(\d+)", server.log_path.read_text())}
-    found = [FrontEnd(server, psutil.Process(pid)) for pid in sorted(pids)]
+    found = [APIServer(server, psutil.Process(pid), ADMIN_KEY) for pid in sorted(pids)]
     assert len(found) == 2
     yield found
     for each in found:
@@ -114,7 +71,7 @@ def front_ends(server: VLLMServer) -> Iterator[list[FrontEnd]]:
 
 
 def test_a_run_that_both_served_is_one_trajectory(
-    client: RecordClient, front_ends: list[FrontEnd], fresh_key: Keys
+    client: RecordClient, front_ends: list[APIServer], fresh_key: Keys
 ) -> None:
     key, path = fresh_key(), [5, 300, 7]
     for number in range(4):
@@ -127,7 +84,7 @@ def test_a_run_that_both_served_is_one_trajectory(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_gets_its_own_logprobs(
-    client: RecordClient, front_ends: list[FrontEnd], fresh_key: Keys, number: int
+    client: RecordClient, front_ends: list[APIServer], fresh_key: Keys, number: int
 ) -> None:
     silent, asking = fresh_key(), fresh_key()
     sampling = {"max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
@@ -140,7 +97,7 @@ def test_each_gets_its_own_logprobs(
     assert (record.model, record.delivered) == ("model", True)
 
 
-def test_either_answers_for_both(front_ends: list[FrontEnd], fresh_key: Keys) -> None:
+def test_either_answers_for_both(front_ends: list[APIServer], fresh_key: Keys) -> None:
     keys = [fresh_key() for _ in range(2)]
     for front_end, key in zip(front_ends, keys, strict=True):
         front_end.complete(key, "Hello", max_tokens=4)
@@ -153,11 +110,12 @@ def test_either_answers_for_both(front_ends: list[FrontEnd], fresh_key: Keys) ->
 
 
 def test_a_client_that_leaves_is_recorded_as_cut(
-    client: RecordClient, front_ends: list[FrontEnd], fresh_key: Keys
+    client: RecordClient, front_ends: list[APIServer], fresh_key: Keys
 ) -> None:
     keys = [fresh_key() for _ in front_ends]
     for front_end, key in zip(front_ends, keys, strict=True):
-        front_end.leave_after(key, 5)
+        body = {"model": "model", "prompt": "Hello", "max_tokens": 1000, **GREEDY}
+        front_end.stream("/v1/completions", body, key, pieces=5)
     settle(client)
     for key in keys:
         # The generation is over before its connection is.
@@ -168,7 +126,7 @@ def test_a_client_that_leaves_is_recorded_as_cut(
 
 
 def test_a_label_holds_in_both(
-    client: RecordClient, front_ends: list[FrontEnd], fresh_key: Keys
+    client: RecordClient, front_ends: list[APIServer], fresh_key: Keys
 ) -> None:
     for label in ("41", "42"):
         client.set_version(label)
@@ -179,7 +137,7 @@ def test_a_label_holds_in_both(
 
 
 def test_weights_replaced_by_way_of_one_are_replaced_for_both(
-    client: RecordClient, front_ends: list[FrontEnd], fresh_key: Keys
+    client: RecordClient, front_ends: list[APIServer], fresh_key: Keys
 ) -> None:
     client.set_version("43")
     # No worker has it: what counts is that it may replace the weights.
@@ -204,7 +162,7 @@ async def test_what_many_clients_do_is_all_accounted_for(server: VLLMServer) -> 
 
 
 def test_generations_go_on_while_the_recorder_process_is_gone(
-    server: VLLMServer, client: RecordClient, front_ends: list[FrontEnd], fresh_key: Keys
+    server: VLLMServer, client: RecordClient, front_ends: list[APIServer], fresh_key: Keys
 ) -> None:
     process = recorder_process(server)
     assert process is not None
@@ -227,7 +185,7 @@ def test_generations_go_on_while_the_recorder_process_is_gone(
 
 
 def test_nothing_is_left_behind(
-    server: VLLMServer, front_ends: list[FrontEnd], fresh_key: Keys
+    server: VLLMServer, front_ends: list[APIServer], fresh_key: Keys
 ) -> None:
     front_ends[0].complete(fresh_key(), "Hello", max_tokens=4)
     process = recorder_process(server)
@@ -236,6 +194,6 @@ def test_nothing_is_left_behind(
     assert folder.exists()
     os.kill(server.pid, signal.SIGTERM)
     server.wait(60)
-    psutil.wait_procs([process], timeout=60)
+    wait_until(lambda: is_gone(process), 60)
     assert not folder.exists()
     assert "records were not drained" in server.log_path.read_text()

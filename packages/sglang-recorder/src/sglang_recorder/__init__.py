@@ -38,10 +38,17 @@ def install(engine: Any, recorder: Recorder | None = None) -> LocalRecords:
         >>> with sglang_recorder.record_key("0/task-7/1"):
         ...     engine.generate("Hello")  # doctest: +SKIP
     """
+    from recorder_core.errors import UnsupportedEngineError
     from recorder_core.local import LocalRecords
+    from recorder_core.recorder import Recorder
     from sglang_recorder import hook_points
 
-    return LocalRecords(hook_points.install(engine, recorder).recorder)
+    installed = hook_points.install(engine, recorder).recorder
+    if not isinstance(installed, Recorder):
+        raise UnsupportedEngineError(
+            "the engine's tokenizer workers share a recorder in another process; ask it by HTTP"
+        )
+    return LocalRecords(installed)
 
 
 def uninstall(engine: Any) -> None:

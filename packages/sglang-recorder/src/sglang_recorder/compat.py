@@ -11,10 +11,13 @@ from packaging.version import Version
 
 from recorder_core.engines.refusals import refuse
 from recorder_core.engines.support import EngineSupport, Gives
+from recorder_core.errors import UnsupportedEngineError
 
 SUPPORT = EngineSupport("SGLang", "sglang-recorder", Version("0.5.11"), Version("0.5.23"))
 SPANS_SINCE = Version("0.5.19")
 """The first release whose scheduler reports which weights sampled each token."""
+WORKERS_SINCE = Version("0.5.19")
+"""The first release in which no tokenizer worker changes the weights' label, or pauses, alone."""
 
 HOOKS = {
     "_send_one_request": ["self", "tokenized_obj"],
@@ -46,11 +49,12 @@ def reports_spans(version: Version) -> bool:
     return version >= SPANS_SINCE
 
 
-def check_engine(server_args: Any) -> None:
+def check_engine(server_args: Any, *, shared: bool = False) -> None:
     """Refuse engines that generate where the recorder does not see it.
 
     Args:
         server_args: An engine's `ServerArgs`, or the launcher's arguments.
+        shared: Whether all tokenizer workers have one recorder.
 
     Raises:
         UnsupportedEngineError: With the way out.
@@ -59,12 +63,32 @@ def check_engine(server_args: Any) -> None:
     mode = getattr(server_args, "disaggregation_mode", None)
     refuse(
         {
-            f"{workers} tokenizer workers would each record only a part: use "
-            "--tokenizer-worker-num 1": workers > 1,
+            f"{workers} tokenizer workers would each record only a part, as their launcher did not "
+            "start a recorder for all: use `sglang serve`, or --tokenizer-worker-num 1": workers > 1
+            and not shared,
             "a prefill server does not see what is generated: give the flag to the decode "
             "server": mode == "prefill",
         }
     )
+
+
+def check_workers(args: argparse.Namespace, version: Version) -> None:
+    """Refuse several tokenizer workers that do not know of each other's control requests.
+
+    Args:
+        args: The launcher's.
+        version: SGLang's.
+
+    Raises:
+        UnsupportedEngineError: With the way out.
+    """
+    workers = getattr(args, "tokenizer_worker_num", None) or 1
+    if workers > 1 and version < WORKERS_SINCE:
+        raise UnsupportedEngineError(
+            f"--enable-recording: {workers} tokenizer workers are recorded from SGLang "
+            f"{WORKERS_SINCE} on; before, a label that one is told stays unknown to the others: "
+            f"install SGLang {WORKERS_SINCE} or newer, or use --tokenizer-worker-num 1"
+        )
 
 
 def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
@@ -77,7 +101,7 @@ def check_arguments(args: argparse.Namespace, environ: Mapping[str, str] = os.en
     Raises:
         UnsupportedEngineError: With the way out.
     """
-    check_engine(args)
+    check_engine(args, shared=True)
 
     def given(name: str) -> Any:
         return getattr(args, name, None)

@@ -10,18 +10,19 @@ recorded are left exactly as they were.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, UpdateWeightVersionReqInput
 
 from recorder_core.drops import DropReason
-from recorder_core.intake import Pending
+from recorder_core.intake import Intake, Pending
 from recorder_core.keys import RecordKey
 from recorder_core.recorder import Recorder
 from sglang_recorder.client_request import ClientRequest, current_request
 from sglang_recorder.generation import Generation
+from sglang_recorder.news import Changed, Changing, News, Paused
 from sglang_recorder.sampling import Sampler
 from sglang_recorder.weights import STALE_CACHE, Weights
 
@@ -46,11 +47,13 @@ class Hook:
         routed_experts: Ask for routed experts, and keep them out of replies that did not ask.
     """
 
-    def __init__(self, manager: Any, recorder: Recorder, *, routed_experts: bool) -> None:
+    def __init__(self, manager: Any, recorder: Intake, *, routed_experts: bool) -> None:
         self.recorder = recorder
         self.active = True
         self.probe: tuple[RecordKey, Recorder] | None = None
         """A key whose generations go to another recorder: that of the check at start."""
+        self.tell: Callable[[News], Awaitable[None]] | None = None
+        """Tells the engine's other tokenizer workers, and returns when they have heard it."""
         self.weights = Weights(manager)
         self.sampler = Sampler(manager.server_args)
         self._manager = manager
@@ -111,7 +114,7 @@ class Hook:
             weakref.finalize(request, self._in_flight.pop, rid, None)
         return rid
 
-    def _recorder_of(self, key: RecordKey) -> Recorder:
+    def _recorder_of(self, key: RecordKey) -> Intake:
         return self.probe[1] if self.probe and key == self.probe[0] else self.recorder
 
     def _generation(self, pending: Pending, request: ClientRequest, tokenized: Any) -> Generation:
@@ -242,22 +245,46 @@ class Hook:
             label = self.weights.label(generation.adapter)
             generation.labels.change(label, len(generation.ids))
 
-    def weights_are_about_to_change(self, update: Any) -> None:
-        """New weights are about to be put in place."""
-        flag = self.weights.about_to_change(update)
-        if flag:
-            for generation in self._in_flight.values():
-                generation.flag(flag)
-
-    def weights_have_changed(self, label: str | None, adapter: str | None = None) -> None:
-        """New weights are in place.
-
-        Args:
-            label: What the engine was told with them; None if nothing.
-            adapter: The adapter that they are; None for the model.
-        """
-        if label is None:
-            self.weights.changed(adapter)
+    async def set_version(self, version: str) -> None:
+        """Tell the engine the label of its weights."""
+        manager = self._manager
+        if hasattr(manager, "update_weight_version"):  # which is hooked
+            await manager.update_weight_version(
+                UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+            )
         else:
-            self.weights.told()
-        self._stamp()
+            manager._update_weight_version_if_provided(version)
+            await self.befall(Changed(version))
+
+    async def befall(self, news: News) -> None:
+        """Something befalls the engine's weights: it is noted here and wherever it is served."""
+        self.hear(news)
+        try:
+            if self.tell is not None:
+                await self.tell(news)
+        except Exception:  # noqa: BLE001 - the engine comes first: counted, never raised
+            self.recorder.count_error("other tokenizer workers were not told of %s", news)
+
+    def hear(self, news: News) -> None:
+        """Note what befalls the engine's weights, here or by way of another tokenizer worker."""
+        try:
+            self._note(news)
+        except Exception:  # noqa: BLE001 - as in `befall`
+            self.recorder.count_error("a change of weights may have gone unnoticed: %s", news)
+
+    def _note(self, news: News) -> None:
+        if isinstance(news, Paused):
+            self.weights.pause(news.mode)
+        elif isinstance(news, Changing):
+            flag = self.weights.about_to_change(flushes_cache=news.flushes_cache)
+            if flag:
+                for generation in self._in_flight.values():
+                    generation.flag(flag)
+        elif isinstance(news, Changed):
+            if news.label is None:
+                self.weights.changed(news.adapter)
+            else:
+                self.weights.told(news.label)
+            self._stamp()
+        else:
+            self.weights.cache_flushed()

@@ -8,17 +8,22 @@ from typing import Any
 
 import sglang
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from recorder_core.drops import DropReason
 from recorder_core.errors import UnsupportedEngineError
+from recorder_core.host.relay import Relay
+from recorder_core.intake import Intake
 from recorder_core.recorder import Recorder
 from sglang_recorder import compat
 from sglang_recorder.client_request import ClientRequest, Replies
 from sglang_recorder.hook import Hook
+from sglang_recorder.news import Changed, Changing, Flushed, News, Paused
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_WORKER = "sglang.srt.managers.multi_tokenizer_mixin.TokenizerWorker"
 _SOURCE = HookSource("recorder", "sglang-recorder")
 
 
@@ -81,27 +86,27 @@ def _handle_abort_req(original: Any, manager: Any, recv_obj: Any) -> Any:
     return original(manager, recv_obj)
 
 
-def _pause_generation(original: Any, manager: Any, obj: Any) -> Any:
-    hook = _hook_of(manager)
-    if hook is not None:
-        hook.weights.pause(getattr(obj, "mode", ""))
-    return original(manager, obj)
+async def _pause_generation(original: Any, manager: Any, obj: Any) -> Any:
+    await _befall(manager, Paused(getattr(obj, "mode", "")))
+    return await original(manager, obj)
 
 
-def _continue_generation(original: Any, manager: Any, obj: Any) -> Any:
-    hook = _hook_of(manager)
-    if hook is not None:
-        hook.weights.pause("")
-    return original(manager, obj)
+async def _continue_generation(original: Any, manager: Any, obj: Any) -> Any:
+    await _befall(manager, Paused(""))
+    return await original(manager, obj)
 
 
 async def _update_weights(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    hook = _hook_of(manager)
-    if hook is not None:
-        hook.weights_are_about_to_change(obj)
+    await _befall(manager, Changing(getattr(obj, "flush_cache", True)))
     result = await original(manager, obj, *args, **kwargs)
-    if hook is not None and result[0]:
-        hook.weights_have_changed(obj.weight_version)
+    if result[0]:
+        await _befall(manager, Changed(obj.weight_version))
+    return result
+
+
+async def _update_weight_version(original: Any, manager: Any, obj: Any) -> Any:
+    result = await original(manager, obj)
+    await _befall(manager, Changed(obj.new_version))
     return result
 
 
@@ -109,19 +114,23 @@ async def _unload_lora_adapter(
     original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = await original(manager, obj, *args, **kwargs)
-    hook = _hook_of(manager)
-    if hook is not None and result.success:
+    if result.success:
         # SGLang refuses to load over a name in use: what has this name later is another adapter.
-        hook.weights_have_changed(None, obj.lora_name)
+        await _befall(manager, Changed(None, obj.lora_name))
     return result
 
 
 async def _flush_cache(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
     result = await original(manager, *args, **kwargs)
-    hook = _hook_of(manager)
-    if hook is not None and result.success:
-        hook.weights.cache_flushed()
+    if result.success:
+        await _befall(manager, Flushed())
     return result
+
+
+async def _befall(manager: Any, news: News) -> None:
+    hook = _hook_of(manager)
+    if hook is not None:
+        await hook.befall(news)
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
@@ -141,6 +150,17 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _own_hooks() -> dict[str, Callable[..., Any]]:
+    """The targets in this release, and the hooks that go around them."""
+    hooks = {f"{_MANAGER}.{name}": hook for name, hook in _HOOKS.items()}
+    if hasattr(TokenizerManager, "update_weight_version"):
+        hooks[f"{_MANAGER}.update_weight_version"] = _update_weight_version
+    for name in ("pause_generation", "continue_generation"):
+        if name in vars(TokenizerWorker):  # its own, which does not call the manager's
+            hooks[f"{_WORKER}.{name}"] = _HOOKS[name]
+    return hooks
+
+
 def apply_hooks(others: Mapping[str, Callable[..., Any]] | None = None) -> None:
     """Register the hooks with SGLang's registry, once in this process, and see that they hold.
 
@@ -152,7 +172,7 @@ def apply_hooks(others: Mapping[str, Callable[..., Any]] | None = None) -> None:
     """
     for name, expected in compat.HOOKS.items():
         compat.SUPPORT.check_parameters(TokenizerManager, name, expected)
-    hooks = {f"{_MANAGER}.{name}": hook for name, hook in _HOOKS.items()} | dict(others or {})
+    hooks = {**_own_hooks(), **(others or {})}
     for target, hook in hooks.items():
         if not _is_applied(target, hook):
             HookRegistry.register(target, hook, HookType.AROUND, source=_SOURCE)
@@ -178,7 +198,7 @@ def _is_applied(target: str, hook: Callable[..., Any]) -> bool:
     return False
 
 
-def install(engine: Any, recorder: Recorder | None = None, *, routed_experts: bool = False) -> Hook:
+def install(engine: Any, recorder: Intake | None = None, *, routed_experts: bool = False) -> Hook:
     """Hook an engine; see `sglang_recorder.install`.
 
     Args:
@@ -194,9 +214,9 @@ def install(engine: Any, recorder: Recorder | None = None, *, routed_experts: bo
     if not isinstance(manager, TokenizerManager):
         raise UnsupportedEngineError(
             f"{type(engine).__name__} has no tokenizer manager in this process; give install() "
-            "an sgl.Engine"
+            "an sgl.Engine with one tokenizer worker"
         )
-    compat.check_engine(manager.server_args)
+    compat.check_engine(manager.server_args, shared=isinstance(recorder, Relay))
     installed = _hook_of(manager)
     if installed is not None:
         installed.active = True

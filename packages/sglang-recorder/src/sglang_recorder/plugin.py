@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from recorder_core.options import RecordingOptions, add_arguments
@@ -92,8 +93,9 @@ def _read_flags(from_cli_args: Any, cls: type[Any], args: argparse.Namespace) ->
 def _check(args: argparse.Namespace) -> None:
     import sglang
 
-    compat.SUPPORT.check_version(sglang.__version__)
+    version = compat.SUPPORT.check_version(sglang.__version__)
     compat.check_arguments(args)
+    compat.check_workers(args, version)
     if options.routed_experts:
         args.enable_return_routed_experts = True
 
@@ -107,11 +109,12 @@ def _apply_hooks(hooks: dict[str, Callable[..., Any]]) -> None:
 
 def _attach(launch: Any, *args: Any, **kwargs: Any) -> Any:
     # Later still: prometheus_client must be imported after SGLang has set its directory.
-    from sglang_recorder import server
+    from sglang_recorder import launching
 
-    with compat.SUPPORT.refusing():
-        call = server.attach(options, launch, *args, **kwargs)
-    return launch(*call.args, **call.kwargs)
+    with ExitStack() as ending:
+        with compat.SUPPORT.refusing():
+            call = launching.attach(options, ending, launch, *args, **kwargs)
+        return launch(*call.args, **call.kwargs)
 
 
 def _watch_other_launchers(args: argparse.Namespace) -> None:
@@ -130,6 +133,7 @@ def _watch_other_launchers(args: argparse.Namespace) -> None:
 def _take_over(set_global_state: Any, state: Any) -> Any:
     manager = state.tokenizer_manager
     if manager is not None and not options.enabled and not hasattr(manager, "_recorder_hook"):
+        compat.check_engine(manager.server_args)
         _apply_hooks({_AUTH: _let_in})
         from sglang_recorder import server
 

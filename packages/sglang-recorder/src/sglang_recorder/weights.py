@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import sglang
-from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
 from recorder_core.records import VersionSpan
 from sglang_recorder import compat
@@ -108,11 +107,12 @@ class Weights:
         self.cache_is_stale = False
         """Whether KV cache of earlier weights is left."""
         self._pause_mode = ""
-        self._told = self._told_now()
+        self._told = self._seen = self._told_here()
         self._untold: Counter[str | None] = Counter()
         """Changes without a label, since the last one: of an adapter, or with None of the model."""
 
-    def _told_now(self) -> str:
+    def _told_here(self) -> str:
+        """What the engine was told in this process; others may have told it more."""
         manager = self._manager
         if hasattr(manager, "config_value"):
             return str(manager.config_value("weight_version") or "")
@@ -122,27 +122,16 @@ class Weights:
         """What the weights that sample now are called."""
         return Label(self._told, self._untold[None] + (self._untold[adapter] if adapter else 0))
 
-    async def set_version(self, version: str) -> None:
-        """Tell the engine the label of its weights."""
-        manager = self._manager
-        if hasattr(manager, "update_weight_version"):
-            await manager.update_weight_version(
-                UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-            )
-        else:
-            manager._update_weight_version_if_provided(version)
-        self.told()
-
-    def told(self) -> None:
+    def told(self, label: str) -> None:
         """The engine was told a label, be it the same one."""
-        self._told = self._told_now()
+        self._told, self._seen = label, self._told_here()
         self._untold.clear()
 
     def are_relabelled(self) -> bool:
         """See whether the engine was told another label."""
-        if self._told_now() == self._told:
+        if self._told_here() == self._seen:
             return False
-        self.told()
+        self.told(self._told_here())
         return True
 
     def changed(self, adapter: str | None = None) -> None:
@@ -154,10 +143,10 @@ class Weights:
         """Generation is paused, or goes on with the empty mode."""
         self._pause_mode = mode
 
-    def about_to_change(self, update: Any) -> str | None:
+    def about_to_change(self, *, flushes_cache: bool) -> str | None:
         """New weights are about to be put in place; the flag of the generations in flight."""
         in_place = self._pause_mode == "in_place"
-        self.cache_is_stale = in_place or not getattr(update, "flush_cache", True)
+        self.cache_is_stale = in_place or not flushes_cache
         if in_place:
             return IN_PLACE_UPDATE
         return STALE_CACHE if self.cache_is_stale else None

@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from recorder_core.context import record_key
 from recorder_core.errors import UnsupportedEngineError
 from recorder_core.host.messages import Folder
+from recorder_core.host.news import exchange_news
 from recorder_core.host.passing import passing_router
 from recorder_core.host.relay import Relay
 from recorder_core.keys import RecordKey
@@ -33,13 +34,11 @@ from recorder_core.server import (
 )
 from recorder_core.view.pieces import Pieces, pieces_of
 from vllm_recorder import compat, hook
-from vllm_recorder.weights import News
 
 logger = logging.getLogger("vllm.recorder")
 
 _CHECK_KEY = RecordKey("vllm-recorder", "start-check", 0)
 _CHECK_TIMEOUT_S = 600.0
-_TELL_TIMEOUT_S = 5.0
 SetVersion = Callable[[str], Awaitable[None]]
 
 
@@ -158,16 +157,8 @@ class Passed:
 
     def join(self, installed: hook.Hook) -> None:
         """The engine is hooked: tell other front ends of its weights, and hear them."""
-        loop, relay, weights = asyncio.get_running_loop(), self.recorder, installed.weights
-
-        async def tell(news: News) -> None:
-            await asyncio.wait([asyncio.wrap_future(relay.announce(news))], timeout=_TELL_TIMEOUT_S)
-
-        def hear(news: News) -> None:
-            loop.call_soon_threadsafe(weights.hear, news)
-
-        weights.tell = tell
-        relay.listen(hear)
+        weights = installed.weights
+        weights.tell = exchange_news(self.recorder, weights.hear)
 
 
 async def _check(engine: Any) -> None:
