@@ -173,10 +173,16 @@ def tinker_environment(session: nox.Session, version: str) -> Path:
     return engine_environment(session, f"tinker-{version}", package, "tinker", version)
 
 
+def arguments(session: nox.Session, *tests: str) -> list[str]:
+    """What pytest is given: `tests`, or those that the command line names, and its options."""
+    named = any(Path(each.partition("::")[0]).exists() for each in session.posargs)
+    return [*(() if named else tests), *session.posargs]
+
+
 def test_on_servers(session: nox.Session, python: Path, *tests: str) -> None:
     """Run tests that start servers, in an environment."""
-    command = [str(python), "-m", "pytest", *ONCE_MORE, *tests]
-    session.run(*command, *session.posargs, external=True)
+    command = [str(python), "-m", "pytest", *ONCE_MORE]
+    session.run(*command, *arguments(session, *tests), external=True)
 
 
 @nox.session(tags=["rest"])
@@ -222,7 +228,7 @@ def core(session: nox.Session) -> None:
         session.run_install(
             *[sys.executable, "scripts/install_cpu.py", "torch", "--python", python], external=True
         )
-    session.run("pytest", *ONCE_MORE, "--timeout=180", "tests/core", *session.posargs)
+    session.run("pytest", *ONCE_MORE, "--timeout=180", *arguments(session, "tests/core"))
 
 
 def get_chromium(session: nox.Session) -> None:
@@ -245,7 +251,7 @@ def view(session: nox.Session) -> None:
     get_chromium(session)
     sync(session, "--package=recorder-core", "--extra=view", "--group=view")
     tests = ["tests/core/looking/test_pieces.py", "tests/view"]  # core has no tokenizers
-    session.run("pytest", *ONCE_MORE, *tests, *session.posargs)
+    session.run("pytest", *ONCE_MORE, *arguments(session, *tests))
 
 
 @nox.session(venv_backend="none")
@@ -335,7 +341,7 @@ def trainers(session: nox.Session, trainer: str) -> None:
     if trainer == NEWEST_TRAINERS[name]:
         # And what wants torch of core, which its own sessions lack but for one.
         tests += ["tests/core/export", "tests/core/test_collate.py"]
-    session.run(str(python), "-m", "pytest", *tests, *session.posargs, external=True)
+    test_on_servers(session, python, *tests)
 
 
 @nox.session(name="transfer-queue", venv_backend="none")

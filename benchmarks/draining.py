@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
 from benchmarks.served import Served, forget_most, memory, serving
 from recorder_core.client import AsyncRecordClient, RecordClient
+from recorder_core.protocol import MAX_PREFIXES
 
 STREAMS = 64
 PROMPT = RESPONSE = 4096
@@ -266,6 +267,25 @@ def single_rows(server: Served, count: int, rounds: int) -> list[Row]:
     ]
 
 
+def forgotten_rows(server: Served, rounds: int) -> list[Row]:
+    """The end of a batch, of which nothing is left: its tasks are forgotten."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    calls = 20
+    with RecordClient(server.url) as client:
+        for _ in range(rounds):
+            before, began = _cpu_s(server.pid), time.process_time()
+            for batch in range(calls):
+                client.forget(f"{batch}/{task}" for task in range(MAX_PREFIXES))
+            ours.append((time.process_time() - began) / calls * 1000)
+            theirs.append((_cpu_s(server.pid) - before) / calls * 1000)
+    name = f"{MAX_PREFIXES:,} prefixes forgotten"
+    return [
+        row(f"{name}: CPU of the client", "ms", ours),
+        row(f"{name}: CPU of the server", "ms", theirs),
+    ]
+
+
 def measure(quick: bool) -> list[Row]:
     size, rounds, quiet_s = (2**23, 1, 0.5) if quick else (2**30, 5, 5.0)
     rows = []
@@ -277,6 +297,8 @@ def measure(quick: bool) -> list[Row]:
     with serving() as server:  # whose heap is small
         progress("draining: run by run")
         rows += single_rows(server, 20 if quick else 1000, 1 if quick else 5)
+        progress("draining: forgetting")
+        rows += forgotten_rows(server, 1 if quick else 5)
         progress("draining: waiting")
         rows += waiting_rows(server, 20 if quick else 1000, 1.0 if quick else 20.0)
     return rows

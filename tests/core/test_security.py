@@ -64,6 +64,7 @@ class Engine(NamedTuple):
             ("PATCH", "/records", {"key": str(MINE), "reward": 1.0}),
             ("POST", "/records/drain", {"prefix": "absent"}),
             ("POST", "/records/block", {"prefix": "absent"}),
+            ("POST", "/records/forget", {"prefixes": ["absent"]}),
             ("DELETE", "/records?prefix=absent", None),
             ("GET", "/records/stats", None),
         ]

@@ -65,6 +65,7 @@ ROUTES = {
     ("post", "/records/release"),
     ("post", "/records/extend"),
     ("post", "/records/block"),
+    ("post", "/records/forget"),
     ("post", "/records/sweep"),
     ("post", "/records/version"),
     ("post", "/records/flush"),
@@ -474,6 +475,25 @@ async def test_a_blocked_prefix_takes_no_more(client, recorder):
     assert (await client.post("/records/flush")).json() == {"flushed": True}
     assert recorder.stats().dropped == {"blocked": 1}
     assert len(stored(recorder)) == 1
+
+
+async def test_forgotten_prefixes_are_empty_and_take_no_more(client, recorder):
+    submit(recorder, [1])
+    body = {"prefixes": ["7/other", "7/sum", "9"]}
+    assert (await client.post("/records/forget", json=body)).json() == {"records": 1}
+    submit(recorder, [2])
+    assert (await client.post("/records/flush")).json() == {"flushed": True}
+    assert recorder.stats().dropped == {"blocked": 1}
+    assert stored(recorder) == []
+
+
+async def test_a_bad_prefix_forgets_none(client, recorder):
+    submit(recorder, [1])
+    for bad in (["7", "a b"], ["7"] * 1_001, "7"):
+        assert (await client.post("/records/forget", json={"prefixes": bad})).status_code == 422
+    assert (await client.post("/records/flush")).json() == {"flushed": True}
+    assert len(stored(recorder)) == 1
+    assert recorder.store.stats().blocked_prefixes == 0
 
 
 async def test_a_sweep_deletes_the_old(client, recorder):
@@ -926,6 +946,7 @@ _BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/records/drain", {"prefix": "8", "wait_s": 0.0, "lease_s": 60.0}),
     ("POST", "/records/ack", {"lease": "x"}),
     ("POST", "/records/block", {"prefix": "nothing"}),
+    ("POST", "/records/forget", {"prefixes": ["nothing"]}),
     ("POST", "/records/sweep", {"older_than_s": 1e6}),
     ("POST", "/records/version", {"version": "1"}),
     ("POST", "/records/flush", {}),
@@ -939,7 +960,7 @@ def _hostile_json(rng: random.Random) -> tuple[str, str, bytes]:
     if kind < 0.6 and body:
         name = rng.choice(list(body))
         # A drain or a block of everything is no attack, but would end the test.
-        body[name] = [_value(rng)] if name == "prefix" else _value(rng)
+        body[name] = [[_value(rng)]] if name.startswith("prefix") else _value(rng)
     elif kind < 0.7:
         body[rng.choice(["x", "\ud800", ""])] = _value(rng)
     elif kind < 0.8:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from recorder_core import FinishReason, Record, RecordKey, Turn
+from recorder_core import FinishReason, KeyPrefix, Record, RecordKey, Turn
 from recorder_core.client import RecordClient
-from recorder_core.errors import LeaseError, NothingRecordedError
+from recorder_core.errors import InvalidKeyError, LeaseError, NothingRecordedError
 from recorder_core.local import LocalRecords
 from recorder_core.recent import DEFAULT_RECENT_BYTES, Recent
 from recorder_core.recorder import Recorder
@@ -132,6 +132,32 @@ def test_what_is_put_deleted_and_blocked(side):
     assert side.records.sweep(1e6) == 0
     assert side.records.delete("0") == 1
     assert side.recorder.stats().dropped == {"blocked": 1}
+
+
+def test_what_is_forgotten_is_gone_and_comes_no_more(side, monkeypatch):
+    """In calls of so many prefixes."""
+    monkeypatch.setattr("recorder_core.local.MAX_PREFIXES", 2)
+    side.submit(KEY, [1], [2])
+    side.submit(KEY, [3], [4])
+    other = RecordKey("0", "other", 0)
+    side.submit(other, [1], [2])
+    side.records.lease(key=other)
+    side.records.flush()
+    assert side.records.forget(["1", "2/absent", KeyPrefix("0/task"), "0/other"]) == 3
+    for key in (KEY, other, RecordKey("1", "task", 0)):
+        side.submit(key, [5], [6])
+    assert side.records.flush() is True
+    assert side.records.get("") == []
+    assert side.recorder.stats().dropped == {"blocked": 3}
+    assert side.records.forget([]) == 0
+
+
+def test_prefixes_are_forgotten_all_or_none(side):
+    side.submit(KEY, [1], [2])
+    with pytest.raises(InvalidKeyError, match="a b"):
+        side.records.forget(["0", "a b"])
+    side.records.flush()
+    assert len(side.records.get("0")) == 1
 
 
 def test_neither_nor_both_of_prefix_and_key_is_refused(side):

@@ -52,6 +52,7 @@ def test_what_concerns_a_key_or_prefix_reaches_every_server(both, server, second
     assert (server.version, second_server.version) == ("2", "2")
     both.block("1")
     assert both.delete("0") == 2
+    assert both.forget(["0"]) == 0
     for each in (server, second_server):
         each.submit(RecordKey.parse("1/task/0"), [1], [2])
         each.recorder.flush()

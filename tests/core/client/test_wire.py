@@ -53,6 +53,7 @@ CALLS = {
     "overwrite": lambda client: client.overwrite(KEY, [record()]),
     "delete": lambda client: client.delete(key=KEY),
     "block": lambda client: client.block("2"),
+    "forget": lambda client: client.forget(["2", "3/task"]),
     "sweep": lambda client: client.sweep(1e6),
     "set_version": lambda client: client.set_version("8"),
     "flush": lambda client: client.flush(),

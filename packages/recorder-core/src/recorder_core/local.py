@@ -17,7 +17,14 @@ from recorder_core.errors import NothingRecordedError, RecorderError
 from recorder_core.experience import Experience
 from recorder_core.keys import KeyPrefix, RecordKey
 from recorder_core.keytree import Selection
-from recorder_core.protocol import DEFAULT_LEASE_S, MAX_RUNS, KeyReply, StatsReply, UpdateRequest
+from recorder_core.protocol import (
+    DEFAULT_LEASE_S,
+    MAX_PREFIXES,
+    MAX_RUNS,
+    KeyReply,
+    StatsReply,
+    UpdateRequest,
+)
 from recorder_core.recorder import Recorder
 from recorder_core.records import Record
 from recorder_core.runs import Run, SampleId, merged_by_key
@@ -86,6 +93,12 @@ class Now:
         for run in runs:
             run.pending = pending.get(run.key, 0)
         return sum(pending.values())
+
+    def forget(self, prefixes: Sequence[KeyPrefix]) -> int:
+        """Refuse what comes late under prefixes, and delete what is there."""
+        for each in prefixes:
+            self._store.block(each)
+        return sum(self._store.remove(each) for each in prefixes)
 
     def stats(self) -> StatsReply:
         """Counters of recorder and store."""
@@ -278,6 +291,11 @@ class LocalRecords:
         where = selected(prefix, key)
         self._write(lambda: self.store.block(where))
 
+    def forget(self, prefixes: Iterable[str | KeyPrefix]) -> int:
+        """See `RecordClient.forget`."""
+        parts = list(in_parts(prefixes))  # all are checked before one is forgotten
+        return sum(self._write(functools.partial(self._now.forget, part)) for part in parts)
+
     def sweep(self, older_than_s: float) -> int:
         """See `RecordClient.sweep`."""
         return self._write(lambda: self.store.sweep(older_than_s))
@@ -308,6 +326,17 @@ def parsed(key: Key) -> RecordKey:
         InvalidKeyError: The text is no record key.
     """
     return key if isinstance(key, RecordKey) else RecordKey.parse(key)
+
+
+def in_parts(prefixes: Iterable[str | KeyPrefix]) -> Iterator[list[KeyPrefix]]:
+    """Prefixes, as many at a time as a call carries.
+
+    Raises:
+        InvalidKeyError: A text is none.
+    """
+    wanted = [each if isinstance(each, KeyPrefix) else KeyPrefix(each) for each in prefixes]
+    for at in range(0, len(wanted), MAX_PREFIXES):
+        yield wanted[at : at + MAX_PREFIXES]
 
 
 def selected(prefix: Prefix | None, key: Key | None) -> Selection:

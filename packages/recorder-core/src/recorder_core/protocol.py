@@ -39,6 +39,8 @@ MAX_KEYS = 10_000
 MAX_RUNS = 256
 """The most runs of one lease: to hand them out, or to take them back, takes milliseconds."""
 
+MAX_PREFIXES = 1_000
+"""The most prefixes of one call that forgets them: that takes milliseconds."""
 MAX_RECENT = 10_000
 """The most entries of one reply on what finished lately."""
 MAX_PIECES = 20_000
@@ -196,6 +198,13 @@ class ExtendRequest(LeaseRequest):
 
 class BlockRequest(_Selecting):
     """`POST /records/block`: refuse records there from now on."""
+
+
+class ForgetRequest(_Body):
+    """`POST /records/forget`: delete what is there, and refuse what comes late."""
+
+    prefixes: list[PrefixText] = Field(max_length=MAX_PREFIXES)
+    """The empty text stands for all keys."""
 
 
 class SweepRequest(_Body):

@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from recorder_core.codec import MEDIA_TYPE, Head, encode_runs
 from recorder_core.drained import ServerLease
 from recorder_core.errors import BadRequestError, ServerFaultError
-from recorder_core.keys import RecordKey
+from recorder_core.keys import KeyPrefix, RecordKey
 from recorder_core.keytree import Selection
 from recorder_core.protocol import (
     BlockRequest,
@@ -23,6 +23,7 @@ from recorder_core.protocol import (
     DrainRequest,
     ExtendRequest,
     FlushReply,
+    ForgetRequest,
     KeyReply,
     LeaseRequest,
     PiecesReply,
@@ -180,6 +181,12 @@ def extend(lease: ServerLease, lease_s: float) -> Call[None]:
 def block(where: Selection) -> Call[None]:
     """Refuse records there."""
     return Call("POST", "/block", _none, _none, content=_body(BlockRequest, **_where(where)))
+
+
+def forget(prefixes: Iterable[KeyPrefix]) -> Call[int]:
+    """Delete what is there, and refuse what comes late."""
+    content = _body(ForgetRequest, prefixes=[str(each) for each in prefixes])
+    return Call("POST", "/forget", _count, _total, content=content)
 
 
 def sweep(older_than_s: float) -> Call[int]:

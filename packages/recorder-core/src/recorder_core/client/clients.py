@@ -21,7 +21,17 @@ from recorder_core.codec import StreamDecoder
 from recorder_core.drained import Drained
 from recorder_core.errors import CodecError, RecorderError
 from recorder_core.experience import Experience
-from recorder_core.local import Key, Prefix, check_known, new_lease, parsed, records_of, selected
+from recorder_core.keys import KeyPrefix
+from recorder_core.local import (
+    Key,
+    Prefix,
+    check_known,
+    in_parts,
+    new_lease,
+    parsed,
+    records_of,
+    selected,
+)
 from recorder_core.protocol import DEFAULT_LEASE_S, KeyReply, StatsReply
 from recorder_core.recent import News
 from recorder_core.records import Record
@@ -247,6 +257,17 @@ class RecordClient(Servers[httpx.Client]):
         """Refuse records there from now on; what is there stays."""
         self._everywhere(calls.block(selected(prefix, key)))
 
+    def forget(self, prefixes: Iterable[str | KeyPrefix]) -> int:
+        """Delete all that lies under prefixes, drained runs included, and refuse what comes late.
+
+        Args:
+            prefixes: Any number; a call to a server carries 1,000.
+
+        Returns:
+            The number of records deleted.
+        """
+        return sum(self._everywhere(calls.forget(part)) for part in in_parts(prefixes))
+
     def sweep(self, older_than_s: float) -> int:
         """Delete runs that nothing was added to for so many seconds; returns records deleted."""
         return self._everywhere(calls.sweep(older_than_s))
@@ -471,6 +492,10 @@ class AsyncRecordClient(Servers[httpx.AsyncClient]):
     async def block(self, prefix: Prefix | None = None, *, key: Key | None = None) -> None:
         """See `RecordClient.block`."""
         await self._everywhere(calls.block(selected(prefix, key)))
+
+    async def forget(self, prefixes: Iterable[str | KeyPrefix]) -> int:
+        """See `RecordClient.forget`."""
+        return sum([await self._everywhere(calls.forget(part)) for part in in_parts(prefixes)])
 
     async def sweep(self, older_than_s: float) -> int:
         """See `RecordClient.sweep`."""

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from recorder_core.client import Drained
 from recorder_core.errors import LeaseError, RecorderError, ServerUnreachableError
 from recorder_core.rollout.address import EngineAddress
-from recorder_core.rollout.runner import forget, within
+from recorder_core.rollout.runner import within
 from recorder_core.rollout.task import Task
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Replica:
         self.instance = stats.recorder.instance
 
     async def _clean(self, prefixes: Collection[str]) -> None:
-        await forget(self.records, *prefixes)
+        await self.records.forget(prefixes)
         self._left_over.difference_update(prefixes)
 
 

@@ -111,7 +111,7 @@ class WorkflowRunner:
                 if status.ok:
                     return status
                 try:
-                    await forget(self.records, task.api_key)
+                    await self.records.forget([task.api_key])
                 except ServerUnreachableError as error:
                     return Status.failure(task, Failure.ENGINE_DOWN, str(error))
                 if task.attempt >= self.max_retries:
@@ -208,13 +208,6 @@ async def within(
             running.cancel()
             await asyncio.wait({running}, timeout=_CANCEL_GRACE_S)
     return running if done else None
-
-
-async def forget(records: AsyncRecordClient, *prefixes: str) -> None:
-    """Delete what is recorded under prefixes, and refuse what comes late."""
-    # Blocked first: between a delete and a block something could come in.
-    await asyncio.gather(*(records.block(each) for each in prefixes))
-    await asyncio.gather(*(records.delete(each) for each in prefixes))
 
 
 def _failed(task: Task, error: BaseException) -> Status:

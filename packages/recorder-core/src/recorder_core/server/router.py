@@ -23,7 +23,7 @@ from recorder_core.codec import (
 )
 from recorder_core.errors import NotSavedError
 from recorder_core.experience import Experience
-from recorder_core.keys import RecordKey
+from recorder_core.keys import KeyPrefix, RecordKey
 from recorder_core.keytree import Selection
 from recorder_core.local import Now, Taken, new_lease, records_of
 from recorder_core.protocol import (
@@ -35,6 +35,7 @@ from recorder_core.protocol import (
     DrainRequest,
     ExtendRequest,
     FlushReply,
+    ForgetRequest,
     KeyReply,
     LeaseRequest,
     StatsReply,
@@ -263,6 +264,13 @@ def records_router(
         """Refuse records there from now on; what is there stays."""
         body = await read_body(BlockRequest, request)
         await write(lambda: store.block(body.where))
+
+    @router.post("/forget", openapi_extra=reads(ForgetRequest))
+    async def forget(request: Request) -> CountReply:
+        """Refuse records there from now on, and delete those that are there."""
+        body = await read_body(ForgetRequest, request)
+        prefixes = [KeyPrefix(each) for each in body.prefixes]
+        return CountReply(records=await write(lambda: now.forget(prefixes)))
 
     @router.post("/sweep", openapi_extra=reads(SweepRequest))
     async def sweep(request: Request) -> CountReply:
