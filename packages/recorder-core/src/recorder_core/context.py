@@ -22,7 +22,8 @@ MAX_ATTEMPT = 100
 _HINT, _PART = 60, 8
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made on the event loop for each request, in a third of the time.
+@dataclass(slots=True)
 class Identity:
     """Whom a generation is recorded for, or why it is not."""
 

@@ -74,6 +74,8 @@ class GenerationWeights:
         if reported is None:
             found, approximate = self._labels.spans(count)
             return found, approximate + flags
+        if not starts:
+            return reported, flags
         return [each for span in reported if (each := _before(span, starts))], flags
 
 

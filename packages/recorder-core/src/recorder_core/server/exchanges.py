@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import replace
 from typing import Any
 
 from recorder_core.context import Identity
@@ -42,7 +41,7 @@ class Exchanges:
         elif refused:
             del self._refused[identity.key]
         attempt = 0 if refused else identity.attempt
-        return replace(identity, attempt=attempt, exchange=exchange)
+        return Identity(identity.key, attempt=attempt, exchange=exchange)
 
     def watch(
         self, key: RecordKey, exchange: Exchange, receive: Receive, send: Send

@@ -103,6 +103,8 @@ class IdentityMiddleware:
         engine_key = None
         found = []
         for name, values in given.items():
+            if not values:
+                continue
             credential = _credential(name, values)
             own = self._own_key(credential)
             if own is not None and name != _KEY_HEADER:
