@@ -90,6 +90,7 @@ def test_each_gets_its_own_logprobs(
     sampling = {"max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
     front_ends[number].complete(silent, "Hello", **sampling)
     shown = front_ends[1 - number].complete(asking, "Hello", **sampling, logprobs=1)
+    wait_until(lambda: only(client.get(silent)).delivered is not None)
     record = only(client.get(silent))
     assert record.response_ids.tolist() == shown["token_ids"]
     expected = np.array(shown["logprobs"]["token_logprobs"], np.float32)

@@ -112,6 +112,21 @@ def test_every_field_of_a_turn_arrives(host: Host):
     assert record.delivered is True
 
 
+class DecidedMeanwhile(Exchange):
+    """Its reply is at its end just after the turn was written for the recorder process."""
+
+    def __reduce__(self):
+        self.delivered = True
+        return Exchange, ()  # what was written knows it not
+
+
+def test_a_reply_that_ends_while_its_turn_is_sent_counts_as_delivered(host: Host):
+    host.relays[0].submit(turn(KEY, [1], [2], exchange=DecidedMeanwhile()))
+    host.client.flush()
+    (record,) = host.client.get(KEY)
+    assert record.delivered is True
+
+
 def test_a_retry_in_another_front_end_supersedes_an_answer_that_was_not_delivered(host: Host):
     cut = Exchange()
     one, two = host.relays

@@ -175,9 +175,11 @@ class Relay(Intake):
             self._catch_up()
             self._number += 1
             self._unsettled[self._number] = turn.key
+            # Asked before it is sent: the event loop may decide it meanwhile.
+            undecided = turn.exchange is not None and turn.exchange.delivered is None
             if self._send(Ended(self._number, ready)):
                 fate = Fate()
-                if turn.exchange is not None and turn.exchange.delivered is None:
+                if undecided and turn.exchange is not None:
                     self._undecided[self._number] = turn.exchange
             elif self._unsettled.pop(self._number, None):  # else it is owed with the others
                 self._owe(turn.key, DropReason.STORE_DOWN)
