@@ -145,9 +145,12 @@ def test_an_adapter_that_was_loaded_anew_has_another_label(
 
 
 @pytest.fixture(scope="module")
-def decode_server(log_folder: Path) -> Iterator[SGLangServer]:
+def decode_server(log_folder: Path, engine_version: Version) -> Iterator[SGLangServer]:
     """The second half of a prefill/decode pair; nothing comes from the first."""
+    # Its own choice wants 10 GB of free memory at start.
+    retraction = ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
     args = [
+        *(retraction if engine_version >= Version("0.5.19") else []),
         *["--enable-recording", "--recording-routed-experts", "--dtype", "float32"],
         *["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake"],
         *["--recording-admin-key", ADMIN_KEY],

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,16 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sk
 
 
 @pytest.fixture(scope="session")
-def service(server: SkyRLServer) -> tinker.ServiceClient:
+def service(server: SkyRLServer) -> Iterator[tinker.ServiceClient]:
     """The SDK's own client of the server."""
-    return tinker.ServiceClient(base_url=server.base_url, api_key=API_KEY)
+    client = tinker.ServiceClient(base_url=server.base_url, api_key=API_KEY)
+    yield client
+    # An answer that its HTTP client's own threads get while the interpreter ends aborts it, with or
+    # without a recorder: no request begins after this, and the server's end answers the last ones.
+    loop = client.holder.get_loop()
+    loop.call_soon_threadsafe(loop.stop)
+    while loop.is_running():
+        time.sleep(0.01)
 
 
 @pytest.fixture
