@@ -427,9 +427,9 @@ def demo_sglang(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
-    """Many clients for ten minutes, and the recorder process killed: all is accounted for."""
+    """Many clients for ten minutes, the recorder killed, its disk full: all is accounted for."""
     python = vllm_environment(session, VLLM_ON_CPU)
-    arguments = session.posargs or ["--durable", "--kill-every", "60"]
+    arguments = session.posargs or ["--durable", "--kill-every", "60", "--full-every", "45"]
     session.run(str(python), "-m", "tests.vllm.soaking", *arguments, external=True)
 
 

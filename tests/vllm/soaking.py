@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,9 @@ from tests.models import tiny_qwen3
 BATCH = "soak"
 _DRAIN_EVERY_S = 1.0
 _SETTLE_S = 60.0
+_KINDS = ["whole", "stream", "stream", "several", "again", "leave", "unkeyed"]
+"""What a client does with a run: "again" asks the same twice, "leave" does not wait for the end."""
+_FULL_S = 5.0
 _RESTART_S = 10.0
 """Between the end of a recorder process and the first answer of the next, at most."""
 
@@ -95,7 +100,7 @@ class Client:
         """Until this moment, by `time.monotonic`."""
         turn = 0
         while time.monotonic() < until:
-            kind = self._random.choice(["whole", "stream", "stream", "several", "leave", "unkeyed"])
+            kind = self._random.choice(_KINDS)
             key = f"{BATCH}/{self._number}/{turn}"
             turn += 1
             self._account.done[kind] += 1
@@ -126,9 +131,12 @@ class Client:
                 return  # perhaps it is recorded, perhaps it had not begun
         elif not await asking:
             return
-        if kind != "unkeyed":
-            self._account.answered[key] = body["n"]
-            self._account.answered_at[key] = time.monotonic()
+        if kind == "unkeyed":
+            return
+        self._account.answered[key] = body["n"]
+        if kind == "again" and await self._read(path, body, {"Authorization": f"Bearer {bearer}"}):
+            self._account.answered[key] += body["n"]
+        self._account.answered_at[key] = time.monotonic()
 
     async def _read(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> bool:
         """Read a reply; whether it was an answer, to its end."""
@@ -221,15 +229,38 @@ def check(account: Account, stats: RecorderStats, durable: bool = False) -> list
     return faults
 
 
-async def _soak_and_kill(server: VLLMServer, args: argparse.Namespace) -> Any:
+async def _kill(process: psutil.Process) -> None:
+    process.kill()
+
+
+async def _fill_disk(process: psutil.Process) -> None:
+    """No file of the process grows for a while."""
+    _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+    try:
+        await asyncio.sleep(_FULL_S)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+
+
+async def _soak_and_harm(server: VLLMServer, args: argparse.Namespace) -> Any:
     soaking = asyncio.create_task(
         soak(server.base_url, None, args.seconds, clients=args.clients, seed=args.seed)
     )
-    while args.kill_every and not soaking.done():
-        await asyncio.wait([soaking], timeout=args.kill_every)
-        process = recorder_process(server)
-        if process is not None and not soaking.done():
-            process.kill()
+
+    async def harm_every(period: float, harm: Callable[[psutil.Process], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(period)
+            if (process := recorder_process(server)) is not None:
+                await harm(process)
+
+    wanted = [(args.kill_every, _kill), (args.full_every, _fill_disk)]
+    harming = [asyncio.create_task(harm_every(*each)) for each in wanted if each[0]]
+    # Harm ends with the clients: what is left is drained in peace.
+    await asyncio.wait([soaking, *harming], timeout=args.seconds, return_when="FIRST_COMPLETED")
+    for each in harming:
+        each.cancel()
     return await soaking
 
 
@@ -241,6 +272,7 @@ def main() -> int:
     parser.add_argument("--front-ends", type=int, default=2, help="API servers. Default: 2.")
     parser.add_argument("--durable", action="store_true", help="with a store on the disk")
     parser.add_argument("--kill-every", type=float, metavar="S", help="kill the recorder process")
+    parser.add_argument("--full-every", type=float, metavar="S", help="fill its disk for 5 s")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +280,7 @@ def main() -> int:
         if args.durable:
             options += ["--recording-store", f"sqlite://{folder}/records.db"]
         with VLLMServer(tiny_qwen3(), *options, env={"RECORDER_ADMIN_KEY": None}) as server:
-            account, stats = asyncio.run(_soak_and_kill(server, args))
+            account, stats = asyncio.run(_soak_and_harm(server, args))
             memory = {
                 each.pid: each.memory_info().rss >> 20
                 for each in psutil.Process(server.pid).children(recursive=True)

@@ -6,7 +6,7 @@ import functools
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from typing_extensions import Self
@@ -208,7 +208,8 @@ class LocalRecords:
         try:
             yield drained
         except BaseException:
-            self.release(drained)
+            with suppress(RecorderError):
+                self.release(drained)
             raise
         self.ack(drained)
 
@@ -240,7 +241,8 @@ class LocalRecords:
             try:
                 taken = self._write(functools.partial(take, page))
             except RecorderError:
-                self.release(Drained.of(pages))
+                for each in (page, *(before.head.lease for before in pages)):
+                    self._attempt(self.store.release, each)
                 raise
             head = Head(page, taken.pending, taken.flushed, taken.lease.more)
             pages.append(Page("", head, taken.lease.runs))

@@ -225,12 +225,16 @@ def records_router(
         taking = recorder.write(take)
         waiting = asyncio.wrap_future(taking)
         done, _ = await asyncio.wait([waiting], timeout=_FLUSH_TIMEOUT_S)
-        if not done and taking.cancel():
-            # Behind a long backlog: what is there, and the reply says so.
-            taken = take(complete=False)
-            await asyncio.wrap_future(_safe(store))
-        else:
-            taken = await waiting
+        try:
+            if not done and taking.cancel():
+                # Behind a long backlog: what is there, and the reply says so.
+                taken = take(complete=False)
+                await asyncio.wrap_future(_safe(store))
+            else:
+                taken = await waiting
+        except NotSavedError:
+            recorder.write(lambda: store.release(lease))  # this caller gets none of the runs
+            raise
         head = Head(lease, taken.pending, taken.flushed, taken.lease.more)
 
         def sent(size: int) -> None:
