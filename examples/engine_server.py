@@ -67,12 +67,8 @@ class EngineServer:
         """What the server has printed so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
-    def start(self) -> None:
-        """Start the process and wait until it is healthy.
-
-        Raises:
-            RuntimeError: It ended, or was not healthy in time; the message ends with its log.
-        """
+    def launch(self) -> None:
+        """Start the process."""
         with self.log_path.open("wb") as output:
             self._process = subprocess.Popen(
                 self.command,
@@ -82,6 +78,15 @@ class EngineServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # its own process group, so that stop() reaches all of it
             )
+
+    def start(self) -> None:
+        """Start the process and wait until it is healthy.
+
+        Raises:
+            RuntimeError: It ended, or was not healthy in time; the message ends with its log.
+        """
+        self.launch()
+        assert self._process is not None
         deadline = time.monotonic() + self.start_timeout_s
         while not self._is_healthy():
             if not self.running:

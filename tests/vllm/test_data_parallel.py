@@ -1,9 +1,10 @@
-"""Two API servers, which vLLM starts by itself, in front of two engine cores."""
+"""Two API servers, which vLLM starts by itself, in front of two engine cores; and two hosts."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,43 @@ def test_both_engines_take_a_label(
         key = fresh_key()
         complete(server, key, engine, "Hello", max_tokens=4)
         assert {span.version for span in only(client.get(key)).versions} == {"43"}
+
+
+@pytest.fixture(scope="module")
+def serving_node(log_folder: Path) -> Iterator[VLLMServer]:
+    """One of two nodes; the other runs an engine core alone, in a vLLM without our plugin."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    args = ["--dtype", "float32", "--data-parallel-size", "2", "--data-parallel-size-local", "1"]
+    args += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port]
+    headless = [*args, "--headless", "--data-parallel-start-rank", "1"]
+    env = {**ENV, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": None}
+    log = log_folder / "headless.log"
+    other = VLLMServer(tiny_qwen3(), *headless, env={**env, "VLLM_PLUGINS": "none"}, log=log)
+    args += ["--enable-recording", "--api-server-count", "1"]
+    other.launch()
+    try:
+        with VLLMServer(tiny_qwen3(), *args, env=env, log=log_folder / "node.log") as serving:
+            yield serving
+    finally:
+        other.stop()
+
+
+def test_an_engine_on_a_node_without_the_plugin_is_recorded_where_it_is_served(
+    serving_node: VLLMServer, fresh_key: Keys
+) -> None:
+    sampling = {"max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
+    with RecordClient(serving_node.base_url, admin_key=ADMIN_KEY) as client:
+        for engine in ENGINES:
+            silent, asking = fresh_key(), fresh_key()
+            before = served(serving_node)
+            complete(serving_node, silent, engine, "Hello", **sampling)
+            shown = complete(serving_node, asking, engine, "Hello", **sampling, logprobs=1)
+            assert served(serving_node)[engine] == before[engine] + 2
+            record = only(client.get(silent))
+            assert record.response_ids.tolist() == shown["token_ids"]
+            expected = np.array(shown["logprobs"]["token_logprobs"], np.float32)
+            np.testing.assert_array_equal(record.logprobs, expected)
+        [stats] = client.stats().values()
+        assert stats.recorder.engine["logprobs"].startswith("an object per token")
