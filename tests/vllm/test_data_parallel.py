@@ -69,11 +69,9 @@ def served(server: VLLMServer) -> list[int]:
     return list(counts.values())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_each_engine_sends_its_own_column(
-    server: VLLMServer, client: RecordClient, fresh_key: Keys, engine: int
-) -> None:
-    silent, asking = fresh_key(), fresh_key()
+def check_logprobs(server: VLLMServer, client: RecordClient, engine: int, keys: Keys) -> None:
+    """An engine's recorded logprobs are those that it gives a client that asks."""
+    silent, asking = keys(), keys()
     sampling = {"max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
     before = served(server)
     complete(server, silent, engine, "Hello", **sampling)
@@ -83,6 +81,13 @@ def test_each_engine_sends_its_own_column(
     assert record.response_ids.tolist() == shown["token_ids"]
     expected = np.array(shown["logprobs"]["token_logprobs"], np.float32)
     np.testing.assert_array_equal(record.logprobs, expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_sends_its_own_column(
+    server: VLLMServer, client: RecordClient, fresh_key: Keys, engine: int
+) -> None:
+    check_logprobs(server, client, engine, fresh_key)
     [stats] = client.stats().values()
     assert stats.recorder.engine == {"logprobs": "a column per step"}
 
@@ -163,17 +168,8 @@ def serving_node(log_folder: Path) -> Iterator[VLLMServer]:
 def test_an_engine_on_a_node_without_the_plugin_is_recorded_where_it_is_served(
     serving_node: VLLMServer, fresh_key: Keys
 ) -> None:
-    sampling = {"max_tokens": 24, "seed": 5, "temperature": 1.0, "ignore_eos": True}
     with RecordClient(serving_node.base_url, admin_key=ADMIN_KEY) as client:
         for engine in ENGINES:
-            silent, asking = fresh_key(), fresh_key()
-            before = served(serving_node)
-            complete(serving_node, silent, engine, "Hello", **sampling)
-            shown = complete(serving_node, asking, engine, "Hello", **sampling, logprobs=1)
-            assert served(serving_node)[engine] == before[engine] + 2
-            record = only(client.get(silent))
-            assert record.response_ids.tolist() == shown["token_ids"]
-            expected = np.array(shown["logprobs"]["token_logprobs"], np.float32)
-            np.testing.assert_array_equal(record.logprobs, expected)
+            check_logprobs(serving_node, client, engine, fresh_key)
         [stats] = client.stats().values()
         assert stats.recorder.engine["logprobs"].startswith("an object per token")

@@ -208,7 +208,7 @@ class LocalRecords:
         try:
             yield drained
         except BaseException:
-            with suppress(RecorderError):
+            with suppress(RecorderError):  # the block's own error is the one to hear of
                 self.release(drained)
             raise
         self.ack(drained)
