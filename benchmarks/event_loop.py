@@ -27,7 +27,7 @@ from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
 from recorder_core import KeyPrefix, Recorder, record_key
 from recorder_core.server import IdentityMiddleware
 from tests.models import VOCABULARY, tiny_qwen3
-from vllm_recorder.column import column_of
+from vllm_recorder.column import column_of, output_of
 from vllm_recorder.hook import Hook, Recording
 
 TARGET_MICROSECONDS = 20.0
@@ -60,7 +60,8 @@ def messages(tokens: int) -> tuple[list[Any], list[Any]]:
     encoder = MsgpackEncoder()
     plain: list[Any] = []
     with_columns: list[Any] = []
-    column = column_of(range(CONCURRENT), np.full(CONCURRENT, -1.5, np.float32))
+    # A number of each request's own; those that `Columns` gives out begin at 1.
+    marks, values = range(1, CONCURRENT + 1), np.full(CONCURRENT, -1.5, np.float32)
     for number in range(tokens):
         reason = FinishReason.LENGTH if number == tokens - 1 else None
         sampled = random.integers(10, VOCABULARY, CONCURRENT).tolist()
@@ -68,6 +69,7 @@ def messages(tokens: int) -> tuple[list[Any], list[Any]]:
             EngineCoreOutput(f"request-{index}", [token], finish_reason=reason)
             for index, token in enumerate(sampled)
         ]
+        column = output_of(column_of(marks, [number] * CONCURRENT, values))
         for frames, sent in ((plain, outputs), (with_columns, [*outputs, column])):
             message = EngineCoreOutputs(outputs=sent, weight_version="0")
             frames.append([bytes(frame) for frame in encoder.encode(message)])

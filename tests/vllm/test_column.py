@@ -88,16 +88,16 @@ def columns(llm: LLM, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> co
 
 
 @pytest.fixture
-def positions(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Those of each column that arrives."""
+def numbers(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of each column that arrives, the number of each token's request."""
     seen: list[list[int]] = []
-    distribute = column.distribute
+    put_aside = column.Columns.put_aside
 
-    def spy(outputs: Any, arrived: Any) -> None:
-        seen.append(arrived.logprob_token_ids.tolist())
-        distribute(outputs, arrived)
+    def spy(self: column.Columns, arrived: bytes) -> None:
+        seen.append(np.frombuffer(arrived, np.int32).reshape(3, -1)[0].tolist())
+        put_aside(self, arrived)
 
-    monkeypatch.setattr(column, "distribute", spy)
+    monkeypatch.setattr(column.Columns, "put_aside", spy)
     return seen
 
 
@@ -184,15 +184,15 @@ def preemptions(llm: LLM) -> int:
 
 
 def test_a_step_sends_one_column_with_several_tokens_of_each_request(
-    llm: LLM, columns: column.Columns, recorder: Recorder, positions: list[list[int]]
+    llm: LLM, columns: column.Columns, recorder: Recorder, numbers: list[list[int]]
 ) -> None:
     params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
     outputs = generate(llm, "0/columns/0", **params)
 
-    assert sum(map(len, positions)) == 3 * 60
-    accepted = any(len(set(each)) < len(each) for each in positions)
+    assert sum(map(len, numbers)) == 3 * 60
+    accepted = any(len(set(each)) < len(each) for each in numbers)
     assert accepted == SPECULATES
-    assert len(positions) < (60 if SPECULATES else 64)  # steps: at most one a token
+    assert len(numbers) < (60 if SPECULATES else 64)  # steps: at most one a token
     assert recorder.stats().recorder.engine == {"logprobs": "a column per step"}
     assert_exact(records_of(recorder), generate(llm, None, **params, logprobs=1))
     assert outputs[0].outputs[0].logprobs is None
@@ -215,7 +215,7 @@ def test_what_a_stop_string_cuts_off_among_several_samples(
 
 
 def test_preempted_requests_keep_their_logprobs(
-    llm: LLM, recorder: Recorder, digits: dict[str, Any], positions: list[list[int]]
+    llm: LLM, recorder: Recorder, digits: dict[str, Any], numbers: list[list[int]]
 ) -> None:
     prompts = [f"{number:04}" * 20 for number in range(4)]
     params = {**digits, "max_tokens": 150, "prompts": prompts}
@@ -223,12 +223,12 @@ def test_preempted_requests_keep_their_logprobs(
     outputs = generate(llm, "2/preempted/0", **params)
 
     assert preemptions(llm) > before
-    assert sum(map(len, positions)) == 4 * 150
+    assert sum(map(len, numbers)) == 4 * 150
     assert_scored(llm, records_of(recorder), outputs)
 
 
 def test_a_client_that_asks_is_served_beside_those_that_do_not(
-    llm: LLM, columns: column.Columns, recorder: Recorder, positions: list[list[int]]
+    llm: LLM, columns: column.Columns, recorder: Recorder, numbers: list[list[int]]
 ) -> None:
     params = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
     without = generate(llm, None, **params, logprobs=2)
@@ -243,7 +243,7 @@ def test_a_client_that_asks_is_served_beside_those_that_do_not(
 
     assert replies(outputs[:2]) == replies(without[:2])
     assert outputs[2].outputs[0].logprobs is None
-    assert sum(map(len, positions)) == 20
+    assert sum(map(len, numbers)) == 20
     assert_exact(records_of(recorder), without[1:])
     assert columns.fallback == ""
 
@@ -266,8 +266,12 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "errors"),
-    [(column._Step, "append_column", 0), (column, "distribute", 1)],
-    ids=["in the engine core", "in the API server"],
+    [
+        (column._Step, "append_column", 0),
+        (column.Columns, "put_aside", 1),
+        (column.Columns, "_gather", 1),
+    ],
+    ids=["in the engine core", "in the API server", "on the recorder's thread"],
 )
 def test_a_fault_at_either_end_costs_logprobs_only(
     llm: LLM,
@@ -283,6 +287,7 @@ def test_a_fault_at_either_end_costs_logprobs_only(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
         outputs = generate(llm, "5/fault/0", **params)
+        assert recorder.flush(10)
 
     assert replies(outputs) == replies(without)
     for record in records_of(recorder).values():
@@ -303,15 +308,15 @@ def test_one_lost_step_is_not_made_up_for_by_what_a_stop_string_cuts_off(
     digits: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    distribute, steps = column.distribute, 0
+    put_aside, steps = column.Columns.put_aside, 0
 
-    def forgetful(outputs: Any, arrived: Any) -> None:
+    def forgetful(self: column.Columns, arrived: bytes) -> None:
         nonlocal steps
         steps += 1
         if steps != 2:
-            distribute(outputs, arrived)
+            put_aside(self, arrived)
 
-    monkeypatch.setattr(column, "distribute", forgetful)
+    monkeypatch.setattr(column.Columns, "put_aside", forgetful)
     generate(llm, "6/lost/0", **digits, n=3, max_tokens=200, stop=["01", "72", "345"])
     records = records_of(recorder)
     # Not all run in that step: there is memory for six.
@@ -320,6 +325,56 @@ def test_one_lost_step_is_not_made_up_for_by_what_a_stop_string_cuts_off(
     assert {record.flags for record in lost.values()} == {(BIASED, "logprobs_length_mismatch")}
     if kept := {key: records[key] for key in records.keys() - lost.keys()}:
         assert_logprobs(llm, kept)
+
+
+def test_what_is_put_aside_is_bounded_and_given_out_exactly(
+    llm: LLM,
+    columns: column.Columns,
+    recorder: Recorder,
+    digits: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of generations that take longer than there is room, others of which end in between."""
+    monkeypatch.setattr(column, "ASIDE_BYTES", 300)
+    columns._give_out()  # what other tests left
+    give_out, most = column.Columns._give_out, 0
+
+    def spy(self: column.Columns) -> None:
+        nonlocal most
+        most = max(most, self._aside_bytes)
+        give_out(self)
+
+    monkeypatch.setattr(column.Columns, "_give_out", spy)
+    prompts = [f"{number:04}" * 5 for number in range(6)]
+    limits = [30, 60, 90, 120, 150, 180]
+    each = [SamplingParams(**digits, max_tokens=limit) for limit in limits]
+    with vllm_recorder.record_key("6/aside/0"):
+        outputs = llm.generate(prompts, each, use_tqdm=False)
+
+    assert 300 < most < 1000
+    assert_scored(llm, records_of(recorder), outputs)
+
+
+def test_steps_that_came_as_vllm_sends_them_are_put_in_between(
+    llm: LLM,
+    columns: column.Columns,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+    of, steps = column._Step.of, 0
+
+    def now_and_then(*args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 3 == 0:
+            fail()
+        return of(*args)
+
+    monkeypatch.setattr(column._Step, "of", now_and_then)
+    generate(llm, "6/between/0", **params)
+    assert steps > 6
+    assert_exact(records_of(recorder), generate(llm, None, **params, logprobs=1))
 
 
 def test_a_core_that_sends_no_columns_is_noticed_and_costs_nothing(
@@ -394,7 +449,7 @@ def test_requests_in_flight_when_the_hook_goes_keep_their_logprobs(llm: LLM) -> 
 
 
 async def test_a_core_that_is_killed_in_the_middle_of_a_step_ends_only_what_it_ran(
-    environment: None, positions: list[list[int]]
+    environment: None, numbers: list[list[int]]
 ) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(str(tiny_qwen3()), **ENGINE, max_model_len=1024)
@@ -411,7 +466,8 @@ async def test_a_core_that_is_killed_in_the_middle_of_a_step_ends_only_what_it_r
     try:
         # Before the first, vLLM's loop was waiting already when the hook was put there.
         first, second = await run("9/killed/0", 12), await run("9/killed/1", 12)
-        assert positions[-12:] == [[0]] * 12
+        assert len(numbers) >= 12
+        assert all(each == numbers[-1] for each in numbers[-12:])
         running = [asyncio.create_task(run(f"9/killed/{2 + n}", 900)) for n in range(4)]
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in running)

@@ -93,7 +93,7 @@ def test_nothing_is_patched_until_an_engine_is_installed(llm: LLM) -> None:
     processor = llm.llm_engine.output_processor
     assert "add_request" not in vars(processor)
     assert OutputProcessor.add_request.__module__ == "vllm.v1.engine.output_processor"
-    assert RequestState.make_request_output.__module__ == "vllm.v1.engine.output_processor"
+    assert RequestState._new_completion_output.__module__ == "vllm.v1.engine.output_processor"
 
 
 def test_install_and_uninstall_are_idempotent(llm: LLM) -> None:

@@ -301,7 +301,7 @@ def test_a_version_that_is_none_is_refused() -> None:
     ("owner", "name"),
     [
         (OutputProcessor, "add_request"),
-        (RequestState, "make_request_output"),
+        (RequestState, "_new_completion_output"),
         (LogprobsProcessor, "_update_sample_logprobs"),
     ],
 )

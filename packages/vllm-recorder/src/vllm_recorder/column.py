@@ -2,12 +2,13 @@
 
 vLLM sends logprobs as three small arrays for each request and step. Where the recorder alone asked,
 the engine core takes them off its outputs and appends one further output, whose id no request has
-and which holds the sampled tokens' values and the positions of their outputs. The API server takes
-it off before vLLM sees it, and gives each output its values. Nothing is held back from one step to
-the next: aborts, preemptions and crashes need nothing of their own.
+and which holds, for each sampled token, its request's number, its place in the response and its
+logprob. The API server takes it off before vLLM sees it and puts it aside, whole: the event loop
+does nothing for a token. When a generation has ended, the recorder's thread looks its values up.
+Nothing is held back in the engine core: aborts, preemptions and crashes need nothing of their own.
 
-A request takes part if it is marked. Where a side cannot take part no request is marked, or the
-mark is without effect, and logprobs come as vLLM sends them.
+A request takes part if it is marked with a number. Where a side cannot take part no request is
+marked, or the mark is without effect, and logprobs come as vLLM sends them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
+from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
-import msgspec
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
@@ -36,20 +40,16 @@ SWITCH = "RECORDER_VLLM_COLUMN"
 COLUMN = "\0vllm_recorder"
 """The id of the output that holds a step's column."""
 
+ASIDE_BYTES = 1 << 17
+"""Columns that are put aside, at most: to give so many to their requests takes a millisecond."""
+
 # In `extra_args`, which clients can set: the value is bytes, which no JSON holds.
-_NAME, _MARK = "vllm_recorder", b"column"
-_NO_RANKS = np.empty(0, np.int32)
+_NAME = "vllm_recorder"
+_NUMBER_BYTES = 4
+_MAX_NUMBER = 2**31 - 1
+_NEXT = -1
+"""The place of a token whose engine core did not tell it."""
 _warn = Throttle(logger)
-
-
-class Chosen(msgspec.Struct, gc=False):
-    """The logprobs of one output's tokens; stands where vLLM has a `LogprobsLists`."""
-
-    values: list[float]
-
-    def slice_request(self, start: int, count: int) -> Chosen:
-        """Called by vLLM to cut what a stop string cuts off."""
-        return Chosen(self.values[start : start + count])
 
 
 def instrument(scheduler: type) -> None:
@@ -104,7 +104,9 @@ class _Step:
 
     __slots__ = ("_index", "_logprobs", "_marked")
 
-    def __init__(self, logprobs: LogprobsLists, index: dict[str, int], marked: set[str]) -> None:
+    def __init__(
+        self, logprobs: LogprobsLists, index: dict[str, int], marked: dict[str, tuple[int, int]]
+    ) -> None:
         self._logprobs = logprobs
         self._index = index
         self._marked = marked
@@ -119,14 +121,16 @@ class _Step:
         logprobs = sampled.logprobs
         if logprobs is None:
             return None
-        marked, others = set(), False
+        marked: dict[str, tuple[int, int]] = {}
+        others = False
         for request_id in scheduled.num_scheduled_tokens:
             request = scheduler.requests.get(request_id)
             params = request and request.sampling_params
             if params is None:
                 continue
-            if params.extra_args and params.extra_args.get(_NAME) == _MARK:
-                marked.add(request_id)
+            mark = params.extra_args.get(_NAME) if params.extra_args else None
+            if type(mark) is bytes:
+                marked[request_id] = int.from_bytes(mark, "little"), request.num_output_tokens
             elif params.num_logprobs is not None:
                 others = True
         if not marked:
@@ -139,33 +143,72 @@ class _Step:
     def append_column(self, outputs: list[EngineCoreOutput]) -> None:
         """Move the marked requests' logprobs from the outputs for one client to a further one."""
         starts = self._logprobs.cu_num_generated_tokens
-        ours = [each for each in enumerate(outputs) if each[1].request_id in self._marked]
-        positions: list[int] = []
+        numbers: list[int] = []
+        places: list[int] = []
         rows: list[int] = []
-        for position, output in ours:
+        for output in outputs:
+            mark = self._marked.get(output.request_id)
+            if mark is None:
+                continue
+            output.new_logprobs = None
+            number, place = mark
             # As `LogprobsLists.slice_request` finds them.
             row = self._index[output.request_id]
             row = row if starts is None else starts[row]
             for token in range(len(output.new_token_ids)):
-                positions.append(position)
+                numbers.append(number)
+                places.append(place + token)
                 rows.append(row + token)
-        # [tokens, 1 + top-k]: the sampler puts the sampled token first.
-        column = column_of(positions, self._logprobs.logprobs[rows, 0])
-        for _, output in ours:
-            output.new_logprobs = None
-        if positions:
-            outputs.append(column)
+        if numbers:
+            # [tokens, 1 + top-k]: the sampler puts the sampled token first.
+            values = self._logprobs.logprobs[rows, 0]
+            outputs.append(output_of(column_of(numbers, places, values)))
 
 
-def column_of(positions: Sequence[int], values: AnyArray) -> EngineCoreOutput:
-    """The output that holds a step's column.
+def column_of(numbers: Sequence[int], places: Sequence[int], values: AnyArray) -> bytes:
+    """A step's column: int32 [3, tokens], the last row float32 by its bits.
 
     Args:
-        positions: [tokens] The place of each token's output in the list of outputs.
-        values: float32 [tokens]
+        numbers: [tokens] What each token's request is marked with.
+        places: [tokens] Where each token is in its response.
+        values: float32 [tokens] Its logprob.
     """
-    column = LogprobsLists(np.array(positions, np.int32), values, _NO_RANKS)
-    return EngineCoreOutput(COLUMN, [], new_logprobs=column)
+    bits = values.astype(np.float32, copy=False).view(np.int32)
+    return np.array([numbers, places, bits], np.int32).tobytes()
+
+
+def output_of(column: bytes) -> EngineCoreOutput:
+    """The output that carries a column: in a field that vLLM sends as it is, and does not read."""
+    return EngineCoreOutput(COLUMN, [], kv_transfer_params={COLUMN: column})
+
+
+class Chosen:
+    """The logprobs of one request's tokens, as far as they have been given to it."""
+
+    __slots__ = ("__weakref__", "_lost", "_values", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._values = array("f")
+        self._lost = False
+
+    def take(self, places: AnyArray, values: AnyArray) -> None:
+        """Take the next tokens' values; where some before them are lost, all are.
+
+        Args:
+            places: int32 [tokens]
+            values: float32 [tokens]
+        """
+        count = len(self._values)
+        expected = np.arange(count, count + len(places))
+        if ((places != expected) & (places != _NEXT)).any():
+            self._lost = True
+        if not self._lost:
+            self._values.frombytes(values.tobytes())
+
+    def first(self, count: int) -> array[float]:
+        """Those of the response, without what a stop string cut off; none where some are lost."""
+        return array("f") if self._lost else self._values[:count]
 
 
 class Columns:
@@ -181,6 +224,14 @@ class Columns:
         self.fallback = ""
         """Why logprobs come as vLLM sends them; empty while they come in columns."""
         self._arriving = False
+        self._requests: WeakValueDictionary[int, Chosen] = WeakValueDictionary()
+        self._marked = 0
+        self._aside: deque[bytes] = deque()
+        """Columns as they came; the event loop appends, whoever holds the lock takes."""
+        self._aside_bytes = 0
+        self._lock = threading.Lock()
+        self._gathered: AnyArray = np.empty((3, 0), np.int32)
+        """The columns that were aside, end to end; not yet given to their requests."""
         try:
             self._wrap(engine)
         except (AttributeError, UnsupportedEngineError) as reason:
@@ -235,27 +286,87 @@ class Columns:
         try:
             outputs = step.outputs
             if outputs and outputs[-1].request_id == COLUMN:
-                distribute(outputs, outputs.pop().new_logprobs)
+                self.put_aside(outputs.pop().kv_transfer_params[COLUMN])
         except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
             self.recorder.count_error("a step's logprobs are lost")
         return step
 
-    def mark(self, params: Any) -> bool:
+    def put_aside(self, column: bytes) -> None:
+        """On the event loop: take the next step's column."""
+        self._aside.append(column)
+        self._aside_bytes += len(column)
+        # Where the recorder's thread is at it, there is less of them in a moment.
+        if self._aside_bytes > ASIDE_BYTES and self._lock.acquire(blocking=False):
+            try:
+                self._give_out()
+            finally:
+                self._lock.release()
+
+    def _gather(self) -> AnyArray:
+        columns = [self._gathered]
+        while self._aside:
+            columns.append(np.frombuffer(self._aside.popleft(), np.int32).reshape(3, -1))
+        if len(columns) > 1:
+            self._gathered = np.concatenate(columns, axis=1)
+        return self._gathered
+
+    def _give_out(self) -> None:
+        """Give all that is aside to its requests."""
+        gathered = self._gather()
+        self._gathered, self._aside_bytes = gathered[:, :0], 0
+        by_request = gathered[:, np.argsort(gathered[0], kind="stable")]
+        bounds = np.flatnonzero(np.diff(by_request[0])) + 1
+        for part in np.split(by_request, bounds, axis=1):
+            chosen = self._requests.get(int(part[0, 0]))
+            if chosen is not None:  # else its generation has ended
+                chosen.take(part[1], part[2].view(np.float32))
+
+    def logprobs_of(self, chosen: Chosen, count: int) -> array[float]:
+        """On the recorder's thread: the logprobs of a generation that has ended.
+
+        Args:
+            chosen: What `mark` gave for its request.
+            count: Tokens of the response.
+
+        Returns:
+            [count]; fewer, where some are lost.
+        """
+        try:
+            with self._lock:
+                gathered = self._gather()
+                mine = gathered[:, gathered[0] == chosen.number]
+                chosen.take(mine[1], mine[2].view(np.float32))
+            return chosen.first(count)
+        except Exception:  # noqa: BLE001 - it costs the logprobs, not the record
+            self.recorder.count_error("a generation's logprobs are lost")
+            return array("f")
+
+    def mark(self, params: Any) -> Chosen | None:
         """Ask for a request's logprobs in columns.
 
         Args:
             params: The request's sampling parameters, not those of its client.
 
         Returns:
-            Whether they will come so.
+            What they are looked up by; None: they come as vLLM sends them.
         """
         if self.fallback or not self._arriving:
-            return False
-        params.extra_args = {**(params.extra_args or {}), _NAME: _MARK}
-        return True
+            return None
+        self._marked = self._marked % _MAX_NUMBER + 1
+        chosen = self._requests[self._marked] = Chosen(self._marked)
+        mark = self._marked.to_bytes(_NUMBER_BYTES, "little")
+        params.extra_args = {**(params.extra_args or {}), _NAME: mark}
+        return chosen
 
-    def missing(self) -> None:
-        """The logprobs of a marked request came as vLLM sends them."""
+    def came_alone(self, chosen: Chosen, values: AnyArray) -> None:
+        """On the event loop: a marked request's logprobs came as vLLM sends them.
+
+        Args:
+            chosen: What `mark` gave for the request.
+            values: float32 [tokens]
+        """
+        count = len(values)
+        self.put_aside(column_of([chosen.number] * count, [_NEXT] * count, values))
         if not self.fallback:
             self._fall_back("the engine core sends none")
 
@@ -267,14 +378,3 @@ class Columns:
     def _describe(self) -> None:
         how = f"an object per token: {self.fallback}" if self.fallback else "a column per step"
         self.recorder.describe("logprobs", how)
-
-
-def distribute(outputs: Sequence[Any], column: LogprobsLists) -> None:
-    """Give a step's outputs the values of its column."""
-    positions, values = column.logprob_token_ids.tolist(), column.logprobs.tolist()
-    for position, value in zip(positions, values, strict=True):
-        output = outputs[position]
-        if output.new_logprobs is None:
-            output.new_logprobs = Chosen([value])
-        else:
-            output.new_logprobs.values.append(value)

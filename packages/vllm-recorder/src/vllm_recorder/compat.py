@@ -147,8 +147,8 @@ def check_hook_points(output_processor: Any) -> None:
     SUPPORT.check_parameters(output_processor, "propagate_error", ["e"])
     SUPPORT.check_parameters(
         RequestState,
-        "make_request_output",
-        ["self", "new_token_ids", "pooling_output", "finish_reason", "stop_reason"],
+        "_new_completion_output",
+        ["self", "token_ids", "finish_reason", "stop_reason"],
     )
     SUPPORT.check_parameters(
         LogprobsProcessor, "_update_sample_logprobs", ["self", "logprobs_lists"]

@@ -1,7 +1,7 @@
 """The only code that touches vLLM's internals: from its output processor to a finished `Turn`.
 
 Every way out of a generation (finished, stopped by a string, aborted, client gone; streamed or
-not; each of n samples) ends in `RequestState.make_request_output` with a finish reason. Requests
+not; each of n samples) ends in `RequestState._new_completion_output` with a finish reason. Requests
 that are to be recorded get a `RequestState` of our subclass, which hands the finished state over
 there. Requests that are not recorded are left exactly as they were.
 """
@@ -13,7 +13,7 @@ import inspect
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -60,24 +60,31 @@ class ChosenLogprobs(LogprobsProcessor):
     A client that asked for no logprobs must see none, so `logprobs` stays None.
     """
 
-    chosen: array[float]
-    columns: Columns | None
-    """Where the values come from, if the engine core sends them so."""
+    columns: Columns
+    chosen: Chosen | None
+    """Looks the values up in the columns; None: the engine core does not send them so."""
+    values: array[float]
+    """Those that came as vLLM sends them, where no column has any."""
     recorder: Intake
 
     def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
         # A fault here would end vLLM's output loop, for every request. What is missing then is
         # flagged by the recorder: the record has fewer logprobs than ids.
         try:
-            if type(logprobs_lists) is Chosen:
-                self.chosen.fromlist(logprobs_lists.values)
-                return
             # [tokens, 1 + top-k]: the sampler puts the sampled token first.
-            self.chosen.fromlist(logprobs_lists.logprobs[:, 0].tolist())
-            if self.columns is not None:
-                self.columns.missing()
+            values = logprobs_lists.logprobs[:, 0]
+            if self.chosen is None:
+                self.values.fromlist(values.tolist())
+            else:
+                self.columns.came_alone(self.chosen, values)
         except Exception:  # noqa: BLE001 - the engine comes first: counted and logged, never raised
             self.recorder.count_error("a logprob could not be read")
+
+    def of_response(self, count: int) -> array[float] | Callable[[], array[float]]:
+        """Those of a response of so many tokens, or what looks them up."""
+        if self.chosen is None:
+            return self.values
+        return functools.partial(self.columns.logprobs_of, self.chosen, count)
 
 
 class RecordedRequest(RequestState):
@@ -85,41 +92,34 @@ class RecordedRequest(RequestState):
 
     recording: Recording
 
-    def make_request_output(
+    def _new_completion_output(
         self,
-        new_token_ids: list[int],
-        pooling_output: Any,
+        token_ids: list[int],
         finish_reason: EngineFinishReason | None,
         stop_reason: int | str | None,
-        *args: Any,
-        **kwargs: Any,
     ) -> Any:
-        """As vLLM's; on the last call the finished state is handed to the recorder."""
+        """As vLLM's; with a finish reason, the finished state is handed to the recorder.
+
+        Made once for a whole reply, and for each piece of one that is streamed.
+        """
         if finish_reason is not None:
             self.recording.finish(self, finish_reason, stop_reason)
-        # Called for every token: `super()` would take as long as the rest.
-        return RequestState.make_request_output(
-            self, new_token_ids, pooling_output, finish_reason, stop_reason, *args, **kwargs
-        )
+        return super()._new_completion_output(token_ids, finish_reason, stop_reason)
 
 
 class UnrecordedRequest(RequestState):
     """A request that is not recorded, of an engine that returns routed experts for us alone."""
 
-    def make_request_output(
+    def _new_completion_output(
         self,
-        new_token_ids: list[int],
-        pooling_output: Any,
+        token_ids: list[int],
         finish_reason: EngineFinishReason | None,
-        *args: Any,
-        **kwargs: Any,
+        stop_reason: int | str | None,
     ) -> Any:
         """As vLLM's; the reply shows no routed experts."""
         if finish_reason is not None:
             self.routed_experts_chunks: list[Any] = []
-        return super().make_request_output(
-            new_token_ids, pooling_output, finish_reason, *args, **kwargs
-        )
+        return super()._new_completion_output(token_ids, finish_reason, stop_reason)
 
 
 class Recording:
@@ -215,7 +215,7 @@ class Recording:
 
 def _logprobs_of(processor: Any, response_ids: Sequence[int]) -> Any:
     if isinstance(processor, ChosenLogprobs):
-        return processor.chosen
+        return processor.of_response(len(response_ids))
     asked = processor.logprobs
     # The client's own, looked up by id on the recorder's thread: [tokens] of {id: logprob}.
     return lambda: _chosen_of(asked, response_ids)
@@ -382,8 +382,8 @@ class Hook:
             params = copy(request.sampling_params)
             params.logprobs = 0
             processor = state.logprobs_processor
-            processor.chosen = array("f")
-            processor.columns = self.columns if self.columns.mark(params) else None
+            processor.columns, processor.chosen = self.columns, self.columns.mark(params)
+            processor.values = array("f")
             processor.recorder = self.recorder
             processor.__class__ = ChosenLogprobs
             # Last, as vLLM's own processor takes logprobs that were not asked for as a fault of
