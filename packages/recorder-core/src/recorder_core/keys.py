@@ -8,6 +8,7 @@ knows the secret can make one: `<batch>/<task>/<run>~<expiry>.<signature>`.
 from __future__ import annotations
 
 import base64
+import functools
 import hmac
 import math
 import re
@@ -105,24 +106,14 @@ class RecordKey:
             )
         self.text = parsed.text
 
-    @classmethod
-    def parse(cls, text: str) -> RecordKey:
+    @staticmethod
+    def parse(text: str) -> RecordKey:
         """Read a key from its text.
 
         Raises:
             InvalidKeyError: The text is no record key; the message says what is wrong with it.
         """
-        plain = len(text) <= MAX_KEY_LENGTH and text[0:1] != "." and "/." not in text
-        if not (plain and _KEY.fullmatch(text)):
-            parts = _components(text, "record key")  # says what is wrong, if anything is
-            if len(parts) < 3:
-                raise InvalidKeyError(
-                    f"record key {text!r} has {len(parts)} component(s), at least three are "
-                    "needed: <batch>/<task>/<run>"
-                )
-        key = cls.__new__(cls)
-        key.text = text
-        return key
+        return _parsed(text)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -179,7 +170,7 @@ class RecordKey:
                 return value
             if not isinstance(value, str):
                 raise InvalidKeyError(f"a record key is a text, not {type(value).__name__}")
-            return cls.parse(value)
+            return _parsed(value)
 
         return core_schema.no_info_plain_validator_function(
             validate,
@@ -188,6 +179,21 @@ class RecordKey:
                 str, return_schema=core_schema.str_schema()
             ),
         )
+
+
+@functools.lru_cache(maxsize=4096)  # a run's every request names it
+def _parsed(text: str) -> RecordKey:
+    plain = len(text) <= MAX_KEY_LENGTH and text[0:1] != "." and "/." not in text
+    if not (plain and _KEY.fullmatch(text)):
+        parts = _components(text, "record key")  # says what is wrong, if anything is
+        if len(parts) < 3:
+            raise InvalidKeyError(
+                f"record key {text!r} has {len(parts)} component(s), at least three are "
+                "needed: <batch>/<task>/<run>"
+            )
+    key = RecordKey.__new__(RecordKey)
+    key.text = text
+    return key
 
 
 class KeyPrefix:
@@ -300,7 +306,7 @@ def verify(text: str, secret: str, *, now: float | None = None) -> RecordKey:
 
 def is_signed(text: str) -> bool:
     """Whether a text has the form of a signed key, whoever signed it."""
-    return _SIGNED.fullmatch(text) is not None
+    return "~" in text and _SIGNED.fullmatch(text) is not None
 
 
 def _signature(signed: str, secret: str) -> str:

@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput
@@ -224,7 +224,8 @@ class Columns:
         self.fallback = ""
         """Why logprobs come as vLLM sends them; empty while they come in columns."""
         self._arriving = False
-        self._requests: WeakValueDictionary[int, Chosen] = WeakValueDictionary()
+        self._requests: dict[int, ref[Chosen]] = {}
+        """By number; those whose generations have ended go when columns are given out."""
         self._marked = 0
         self._aside: deque[bytes] = deque()
         """Columns as they came; the event loop appends, whoever holds the lock takes."""
@@ -313,13 +314,17 @@ class Columns:
     def _give_out(self) -> None:
         """Give all that is aside to its requests."""
         gathered = self._gather()
-        self._gathered, self._aside_bytes = gathered[:, :0], 0
+        self._gathered, self._aside_bytes = np.empty((3, 0), np.int32), 0
         by_request = gathered[:, np.argsort(gathered[0], kind="stable")]
         bounds = np.flatnonzero(np.diff(by_request[0])) + 1
-        for part in np.split(by_request, bounds, axis=1):
-            chosen = self._requests.get(int(part[0, 0]))
-            if chosen is not None:  # else its generation has ended
+        for part in np.split(by_request, bounds, axis=1) if gathered.size else ():
+            request = self._requests.get(int(part[0, 0]))
+            chosen = request() if request is not None else None
+            if chosen is not None:
                 chosen.take(part[1], part[2].view(np.float32))
+        for number, request in self._requests.copy().items():
+            if request() is None:
+                del self._requests[number]
 
     def logprobs_of(self, chosen: Chosen, count: int) -> array[float]:
         """On the recorder's thread: the logprobs of a generation that has ended.
@@ -353,7 +358,8 @@ class Columns:
         if self.fallback or not self._arriving:
             return None
         self._marked = self._marked % _MAX_NUMBER + 1
-        chosen = self._requests[self._marked] = Chosen(self._marked)
+        chosen = Chosen(self._marked)
+        self._requests[self._marked] = ref(chosen)
         mark = self._marked.to_bytes(_NUMBER_BYTES, "little")
         params.extra_args = {**(params.extra_args or {}), _NAME: mark}
         return chosen

@@ -232,6 +232,8 @@ def _chosen_of(asked: Sequence[Any], response_ids: Sequence[int]) -> Sequence[fl
 
 
 def _multi_modal(features: Any) -> tuple[MultiModalItem, ...]:
+    if not features:
+        return ()
     return tuple(
         MultiModalItem(
             modality=each.modality,
@@ -239,7 +241,7 @@ def _multi_modal(features: Any) -> tuple[MultiModalItem, ...]:
             length=each.mm_position.length,
             identity=str(each.identifier),
         )
-        for each in features or ()
+        for each in features
     )
 
 
@@ -383,7 +385,8 @@ class Hook:
             params.logprobs = 0
             processor = state.logprobs_processor
             processor.columns, processor.chosen = self.columns, self.columns.mark(params)
-            processor.values = array("f")
+            if processor.chosen is None:
+                processor.values = array("f")
             processor.recorder = self.recorder
             processor.__class__ = ChosenLogprobs
             # Last, as vLLM's own processor takes logprobs that were not asked for as a fault of

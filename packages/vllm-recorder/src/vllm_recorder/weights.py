@@ -69,7 +69,8 @@ class GenerationWeights:
             count: Output tokens.
             reported: The engine's own spans, where it has such.
         """
-        starts = [start for start, _ in self._changes if start < count]
+        # Most generations see no change.
+        starts = [start for start, _ in self._changes if start < count] if self._changes else []
         flags = (WEIGHTS_CHANGED,) if starts else ()
         if reported is None:
             found, approximate = self._labels.spans(count)

@@ -43,6 +43,7 @@ _TELLING = (
 )
 # Sent by the OpenAI and Anthropic SDKs: how often they have tried this request before.
 _RETRY_HEADER = b"x-stainless-retry-count"
+_READ = frozenset({*_CREDENTIALS, _RETRY_HEADER})
 
 
 class IdentityMiddleware:
@@ -93,17 +94,17 @@ class IdentityMiddleware:
 
     def _identity(self, headers: Sequence[tuple[bytes, bytes]]) -> tuple[Identity, bytes | None]:
         """The identity, and the engine's API key if it was part of a composite one."""
-        given: dict[bytes, list[bytes]] = {name: [] for name in _CREDENTIALS}
-        attempt = 0
+        given: dict[bytes, list[bytes]] = {}
         for name, value in headers:
-            if name in given:
-                given[name].append(value)
-            elif name == _RETRY_HEADER and value.isdigit() and len(value) < 10:
-                attempt = int(value)
+            if name in _READ:
+                given.setdefault(name, []).append(value)
+        retries = given.get(_RETRY_HEADER, [b""])[-1]
+        attempt = int(retries) if retries.isdigit() and len(retries) < 10 else 0
         engine_key = None
         found = []
-        for name, values in given.items():
-            if not values:
+        for name in _CREDENTIALS:
+            values = given.get(name)
+            if values is None:
                 continue
             credential = _credential(name, values)
             own = self._own_key(credential)
