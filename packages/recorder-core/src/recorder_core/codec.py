@@ -19,6 +19,7 @@ bytes that are there.
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -97,6 +98,7 @@ def decode_hook(kind: type[Any], value: Any) -> Any:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
+@functools.lru_cache(maxsize=64)  # a record names its run's key once more
 def _key(text: Any) -> RecordKey:
     if not isinstance(text, str):
         raise ValueError(f"a record key is a text, not {type(text).__name__}")

@@ -7,6 +7,7 @@ not reach threads that copy no context.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -50,6 +51,8 @@ UNVERIFIABLE = Identity(
 )
 SKIPPED = Identity(None, "skipped")
 
+# A run's every request names it.
+_parse = functools.lru_cache(maxsize=4096)(RecordKey.parse)
 _current: ContextVar[Identity | None] = ContextVar("recorder_identity", default=None)
 
 
@@ -83,7 +86,7 @@ def identify(text: str | None, attempt: int = 0, secret: str | None = None) -> I
     if secret is None and is_signed(text):
         return UNVERIFIABLE
     try:
-        key = RecordKey.parse(text) if secret is None else verify(text, secret)
+        key = _parse(text) if secret is None else verify(text, secret)
     except SignatureError as error:
         return Identity(None, error.reason, detail=f"{error} ({_hinted(text)})")
     except InvalidKeyError:

@@ -8,7 +8,6 @@ knows the secret can make one: `<batch>/<task>/<run>~<expiry>.<signature>`.
 from __future__ import annotations
 
 import base64
-import functools
 import hmac
 import math
 import re
@@ -113,7 +112,17 @@ class RecordKey:
         Raises:
             InvalidKeyError: The text is no record key; the message says what is wrong with it.
         """
-        return _parsed(text)
+        plain = len(text) <= MAX_KEY_LENGTH and text[0:1] != "." and "/." not in text
+        if not (plain and _KEY.fullmatch(text)):
+            parts = _components(text, "record key")  # says what is wrong, if anything is
+            if len(parts) < 3:
+                raise InvalidKeyError(
+                    f"record key {text!r} has {len(parts)} component(s), at least three are "
+                    "needed: <batch>/<task>/<run>"
+                )
+        key = RecordKey.__new__(RecordKey)
+        key.text = text
+        return key
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -170,7 +179,7 @@ class RecordKey:
                 return value
             if not isinstance(value, str):
                 raise InvalidKeyError(f"a record key is a text, not {type(value).__name__}")
-            return _parsed(value)
+            return RecordKey.parse(value)
 
         return core_schema.no_info_plain_validator_function(
             validate,
@@ -179,21 +188,6 @@ class RecordKey:
                 str, return_schema=core_schema.str_schema()
             ),
         )
-
-
-@functools.lru_cache(maxsize=4096)  # a run's every request names it
-def _parsed(text: str) -> RecordKey:
-    plain = len(text) <= MAX_KEY_LENGTH and text[0:1] != "." and "/." not in text
-    if not (plain and _KEY.fullmatch(text)):
-        parts = _components(text, "record key")  # says what is wrong, if anything is
-        if len(parts) < 3:
-            raise InvalidKeyError(
-                f"record key {text!r} has {len(parts)} component(s), at least three are "
-                "needed: <batch>/<task>/<run>"
-            )
-    key = RecordKey.__new__(RecordKey)
-    key.text = text
-    return key
 
 
 class KeyPrefix:
