@@ -293,7 +293,7 @@ def test_what_came_and_went_is_never_written(path, monkeypatch):
     [
         lambda store: store.update(KEY, info={"x": object()}),
         lambda store: store.update(KEY, info={"x": "\ud800"}),
-        lambda store: store.add(root("b", request_id="\ud800")),
+        lambda store: store.add(root("b", model="\ud800")),
         lambda store: store.overwrite(KEY, [root("b", info={"x": object()})]),
         lambda store: store.drain(ALL, "\ud800", LONG_S),
     ],

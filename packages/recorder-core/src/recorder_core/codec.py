@@ -366,7 +366,9 @@ def as_json(experiences: Iterable[Experience]) -> bytes:
 def _turn_for_people(turn: ExperienceTurn) -> dict[str, Any]:
     fields = msgspec.structs.asdict(turn.record)
     del fields["data"], fields["routed_experts"], fields["sampling_mask"]
-    fields |= {"start": turn.start, "end": turn.end, "response_text": turn.record.response_text}
+    for name in ("response_text", "request_id"):
+        fields[name] = getattr(turn.record, name)
+    fields |= {"start": turn.start, "end": turn.end}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -33,6 +33,7 @@ from recorder_core.arrays import (
 )
 from recorder_core.exchange import Exchange
 from recorder_core.keys import RecordKey
+from recorder_core.nothing import NOTHING
 from recorder_core.sampling_mask import SamplingMask
 
 
@@ -65,7 +66,7 @@ same prompt reached it is not known: both are kept."""
 
 # Measured with tracemalloc on records as the recorder builds them, with ids and a share of the
 # store's own dictionaries.
-_OBJECT_BYTES = 760
+_OBJECT_BYTES = 540
 # Requests that are sampled alike share one object; a seed is a request's own.
 _SEEDED_SAMPLING_BYTES = 300
 _VERSION_BYTES = 200
@@ -230,8 +231,8 @@ class MultiModalItem(msgspec.Struct, frozen=True, gc=False):
 
 
 # What `Record.data` begins with: the numbers of prompt ids, response ids and logprobs, then the
-# bytes of the two texts (-1: there is none), and four of padding.
-_HEAD = struct.Struct("<5i4x")
+# bytes of the two texts (-1: there is none) and of the request's id.
+_HEAD = struct.Struct("<6i")
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -269,8 +270,6 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     delivered: bool | None = None
     """Whether the reply was sent to its end; None where nobody saw it."""
     multi_modal: tuple[MultiModalItem, ...] = ()
-    request_id: str = ""
-    """The engine's id of the request; not unique (clients may choose it)."""
     sample_index: int = 0
     """Which of the request's `n` samples this is."""
     attempt: int = 0
@@ -289,7 +288,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Given to this generation by its id; the run has one of its own."""
     token_level_reward: np.ndarray[Any, Any] | None = None
     """float32 [response tokens]."""
-    info: dict[str, Any] = {}
+    info: dict[str, Any] = NOTHING
 
     @classmethod
     def of(
@@ -300,6 +299,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         logprobs: Any = None,
         prompt_text: str | None = None,
         response_text: str | None = None,
+        request_id: str = "",
         **fields: Any,
     ) -> Record:
         """Make a record from arrays or lists and texts; the other fields are the record's own.
@@ -310,6 +310,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             logprobs: Of each sampled token: float32 [response tokens]; None: the engine gave none.
             prompt_text: The new prompt tokens' text, where it is known.
             response_text: The sampled tokens' text.
+            request_id: The engine's id of the request.
             **fields: As above; `id` is made where it is not given.
 
         Raises:
@@ -327,6 +328,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             None if logprobs is None else float32(logprobs, "logprobs"),
             prompt_text,
             response_text,
+            request_id,
         )
         return cls(data=data, **fields)
 
@@ -337,15 +339,16 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
         logprobs: Float32Array | None,
         prompt_text: str | None,
         response_text: str | None,
+        request_id: str,
     ) -> bytes:
-        """One buffer: five int32 lengths and padding, then the values end to end, little-endian.
+        """One buffer: six int32 lengths, then the values end to end, little-endian.
 
         The lengths are those of the prompt ids, response ids, logprobs (0 where there are none),
-        and of the two texts in bytes (-1 where there is none).
+        and in bytes of the two texts (-1 where there is none) and of the request's id.
         """
         texts = [
             None if text is None else text.encode("utf-8", "surrogatepass")
-            for text in (prompt_text, response_text)
+            for text in (prompt_text, response_text, request_id)
         ]
         count = 0 if logprobs is None else len(logprobs)
         lengths = [-1 if text is None else len(text) for text in texts]
@@ -357,13 +360,14 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.data) < _HEAD.size:
             raise ValueError(f"data has {len(self.data)} bytes, it begins with {_HEAD.size}")
-        prompt, count, logprobs, before, after = self.lengths
+        prompt, count, logprobs, before, after, request = self.lengths
         if count < 1:
             raise ValueError("response_ids is empty; a record is at least one sampled token")
         if logprobs not in (0, count):
             raise ValueError(f"logprobs has {logprobs} values for {count} response_ids")
         size = _HEAD.size + 4 * (prompt + count + logprobs) + max(before, 0) + max(after, 0)
-        if prompt < 0 or before < -1 or after < -1 or size != len(self.data):
+        size += request
+        if prompt < 0 or before < -1 or after < -1 or request < 0 or size != len(self.data):
             raise ValueError(f"data has {len(self.data)} bytes, its lengths add up to {size}")
         if self.start < 0 or (self.start and self.parent is None and self.base is None):
             raise ValueError(f"start is {self.start} without a parent; a root starts at 0")
@@ -387,7 +391,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             )
 
     @property
-    def lengths(self) -> tuple[int, int, int, int, int]:
+    def lengths(self) -> tuple[int, int, int, int, int, int]:
         """What `data` begins with: see `pack`."""
         return _HEAD.unpack_from(self.data)
 
@@ -399,19 +403,19 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def response_ids(self) -> Int32Array:
         """The sampled ids, the stop token included: int32 [response tokens]."""
-        prompt, count, _, _, _ = self.lengths
+        prompt, count, *_ = self.lengths
         return np.frombuffer(self.data, np.int32, count, _HEAD.size + 4 * prompt)
 
     @property
     def new_ids(self) -> Int32Array:
         """`prompt_ids` and `response_ids`, which lie side by side."""
-        prompt, count, _, _, _ = self.lengths
+        prompt, count, *_ = self.lengths
         return np.frombuffer(self.data, np.int32, prompt + count, _HEAD.size)
 
     @property
     def logprobs(self) -> Float32Array | None:
         """Logprob of each sampled token, parallel to `response_ids`; None: the engine gave none."""
-        prompt, count, logprobs, _, _ = self.lengths
+        prompt, count, logprobs, *_ = self.lengths
         if not logprobs:
             return None
         return np.frombuffer(self.data, np.float32, count, _HEAD.size + 4 * (prompt + count))
@@ -419,7 +423,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def prompt_text(self) -> str | None:
         """The prompt's text, where the engine knows it and this record holds the whole prompt."""
-        prompt, count, logprobs, length, _ = self.lengths
+        prompt, count, logprobs, length, *_ = self.lengths
         return self._text(_HEAD.size + 4 * (prompt + count + logprobs), length)
 
     @property
@@ -428,9 +432,15 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
         A tool call is its markup. A matched stop string is left out; special tokens may be.
         """
-        prompt, count, logprobs, before, length = self.lengths
+        prompt, count, logprobs, before, length, _ = self.lengths
         begin = _HEAD.size + 4 * (prompt + count + logprobs) + max(before, 0)
         return self._text(begin, length)
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id of the request; not unique (clients may choose it)."""
+        length = self.lengths[5]
+        return self.data[len(self.data) - length :].decode("utf-8", "replace")
 
     def _text(self, begin: int, length: int) -> str | None:
         if length < 0:
@@ -455,7 +465,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def end(self) -> int:
         """Tokens on the whole path, the response included."""
-        prompt, count, _, _, _ = self.lengths
+        prompt, count, *_ = self.lengths
         return self.start + prompt + count
 
     @property
@@ -483,7 +493,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def nbytes(self) -> int:
         """Memory that the record holds: arrays, texts and Python objects, in bytes."""
-        total = _OBJECT_BYTES + len(self.data) + len(self.request_id)
+        total = _OBJECT_BYTES + len(self.data)
         if self.sampling.seed is not None:
             total += _SEEDED_SAMPLING_BYTES
         if self.token_level_reward is not None:
@@ -500,9 +510,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
     def replace(self, **changes: Any) -> Record:
         """A copy with other values; `prompt_ids` and the like are given as to `Record.of`."""
-        packed = ("prompt_ids", "response_ids", "logprobs", "prompt_text", "response_text")
-        if not changes.keys().isdisjoint(packed):
-            values = {name: changes.pop(name, getattr(self, name)) for name in packed}
+        if not changes.keys().isdisjoint(_PACKED):
+            values = {name: changes.pop(name, getattr(self, name)) for name in _PACKED}
             changes["data"] = Record.of(**values, key=self.key, finish_reason="stop").data
         return msgspec.structs.replace(self, **changes)
 
@@ -514,6 +523,10 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     __hash__ = object.__hash__
 
 
+_PACKED = (
+    *("prompt_ids", "response_ids", "logprobs"),
+    *("prompt_text", "response_text", "request_id"),
+)
 _FIELDS = tuple(each.name for each in msgspec.structs.fields(Record))
 
 

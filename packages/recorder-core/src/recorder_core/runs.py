@@ -6,7 +6,6 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from recorder_core.arrays import Int32Array
 from recorder_core.drops import cutting
 from recorder_core.keys import RecordKey
+from recorder_core.nothing import NOTHING
 from recorder_core.records import Record, info_bytes
 
 EVICTED = "evicted"
@@ -26,10 +26,7 @@ its choices where only that is meant."""
 # Engines send the prompts of a batch as requests of their own, numbered behind the API's id.
 _NUMBERED = re.compile(r"[-_](\d{1,9})")
 
-# What most runs have of notes and losses: one for all of them.
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-RUN_BYTES = 500
+RUN_BYTES = 400
 """What a run holds beside its records and notes: the object, its dictionaries, its places in the
 store's. Measured with tracemalloc."""
 
@@ -79,8 +76,8 @@ class Run:
         for record in records:
             self.put(record)
         self.reward = reward
-        self.info: Mapping[str, Any] = info or _NOTHING
-        self.dropped: Mapping[str, int] = dropped or _NOTHING
+        self.info: Mapping[str, Any] = info or NOTHING
+        self.dropped: Mapping[str, int] = dropped or NOTHING
         self.evicted = evicted
         self.pending = pending
         self.closed = closed

@@ -152,7 +152,7 @@ class _Tree:
         info: dict[str, Any] = dict(run.info) if run.info else {}
         reward: float | None = None
         for record in path:
-            prompt, sampled, _, _, _ = record.lengths
+            prompt, sampled, *_ = record.lengths
             start = record.start + prompt - prompt_length
             stop = start + sampled
             values = record.logprobs
