@@ -97,6 +97,8 @@ class RecordedRequest(RequestState):
         token_ids: list[int],
         finish_reason: EngineFinishReason | None,
         stop_reason: int | str | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """As vLLM's; with a finish reason, the finished state is handed to the recorder.
 
@@ -104,7 +106,9 @@ class RecordedRequest(RequestState):
         """
         if finish_reason is not None:
             self.recording.finish(self, finish_reason, stop_reason)
-        return super()._new_completion_output(token_ids, finish_reason, stop_reason)
+        return super()._new_completion_output(
+            token_ids, finish_reason, stop_reason, *args, **kwargs
+        )
 
 
 class UnrecordedRequest(RequestState):
@@ -114,12 +118,13 @@ class UnrecordedRequest(RequestState):
         self,
         token_ids: list[int],
         finish_reason: EngineFinishReason | None,
-        stop_reason: int | str | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """As vLLM's; the reply shows no routed experts."""
         if finish_reason is not None:
             self.routed_experts_chunks: list[Any] = []
-        return super()._new_completion_output(token_ids, finish_reason, stop_reason)
+        return super()._new_completion_output(token_ids, finish_reason, *args, **kwargs)
 
 
 class Recording:
