@@ -244,6 +244,7 @@ def test_a_request_that_is_refused_as_no_program_of_this_machine(recorder, monke
     [
         (["ls", "a//b"], "key prefix 'a//b' has the component ''; components are visible ASCII"),
         (["rm", "a//b"], "argument PREFIX: key prefix 'a//b' has the component ''"),
+        (["rm", "http://h:1"], "'http://h:1' is an address, and no key prefix: give it as --url"),
         (["show", "0"], "argument KEY: record key '0' has 1 component(s), at least three"),
         (["ls", "--limit", "x"], "argument --limit: 'x' is no whole number"),
         (["ls", "--limit", "0"], "argument --limit: '0' is out of range: 1 or more"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -13,6 +14,7 @@ from recorder_core.cli.writers import WRITERS
 
 PROGRAM = """
 import sys
+from importlib import metadata
 from recorder_core.cli import main
 code = main(sys.argv[1:])
 print(int(code), *sorted({name.split(".")[0] for name in sys.modules}), file=sys.stderr)
@@ -49,6 +51,12 @@ def test_help_names_every_subcommand_and_the_exit_codes(recorder):
     ]:
         assert f"\n    {name} " in ended.out
     assert "4 not authorised" in ended.out
+
+
+def test_the_version_is_the_packages(recorder):
+    ended = recorder("--version")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == f"recorder-core {metadata.version('recorder-core')}\n"
 
 
 def test_the_formats_that_are_named_are_those_that_are_written():

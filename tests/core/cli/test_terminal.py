@@ -35,7 +35,7 @@ def test_a_table_is_aligned_and_has_a_head(on_a_terminal, server):
         ["0/task-7/3", "3", "3", "0.25"],
         ["0/task-7/2", "1", "1", "0.5"],
     ]
-    assert len({row.index("KiB") for row in rows}) == 1
+    assert len({row.rindex("B") for row in rows}) == 1
 
 
 def test_a_long_table_is_cut_and_says_so(on_a_terminal, server):

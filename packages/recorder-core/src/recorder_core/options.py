@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -65,6 +66,7 @@ class RecordingOptions(BaseModel):
     ) -> RecordingOptions:
         """Read the flags; the admin key and the secret may come from the environment instead."""
         if not getattr(args, "enable_recording", False):
+            _say_unused(args)
             return cls()
         return cls(
             enabled=True,
@@ -88,6 +90,26 @@ class RecordingOptions(BaseModel):
         recorder = Recorder(store, aborted=self.aborted, adapter_versions=self.adapter_versions)
         atexit.register(say_what_is_left, recorder, self.store)
         return recorder
+
+
+def _say_unused(args: argparse.Namespace) -> None:
+    given = [
+        name for name, default in _defaults().items() if getattr(args, name, default) != default
+    ]
+    if given:
+        _warn_unused(tuple(f"--{name.replace('_', '-')}" for name in given))
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return vars(parser.parse_args([]))
+
+
+@functools.cache  # the arguments are read more than once in a process
+def _warn_unused(flags: tuple[str, ...]) -> None:
+    logger.warning("Nothing is recorded: %s without --enable-recording", ", ".join(flags))
 
 
 def make_store(path: Path | None, max_bytes: int, recent: Recent) -> RecordStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,17 @@ exit codes: 0 done, 1 failed, 2 wrong usage, 3 nothing matched, 4 not authorised
 130 interrupted. On a terminal tables are for people; in a pipe they are whole lines of
 tab-separated values, a header first; --json gives an object a line.
 """
+
+
+class PrintVersion(argparse.Action):
+    """Prints which recorder-core this is, and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
+        """Print it."""
+        from importlib import metadata  # takes time, and is wanted here alone
+
+        sys.stdout.write(f"recorder-core {metadata.version('recorder-core')}\n")
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +63,7 @@ def parser() -> Parser:
         choices=SHELLS,
         help="print a script that completes the command in this shell",
     )
+    top.add_argument("--version", action=PrintVersion, nargs=0, help="print the package's version")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for add in (_ls, _stats, _tail, _show, _drain, _export, _view, _reward, _version, _rm, _block):
         add(commands)
@@ -277,6 +290,14 @@ def _add_removal(commands: Any, name: str, text: str) -> None:
     removal.add_argument("--yes", action="store_true", help="do not ask")
 
 
+def _read_prefix(text: str) -> KeyPrefix:
+    if "://" in text:
+        raise ValueError(
+            f"{text!r} is an address, and no key prefix: give it as --url, or in {URL_VARIABLE}"
+        )
+    return KeyPrefix(text)
+
+
 def _checked(check: Callable[[str], Any]) -> Callable[[str], Any]:
     """A reader of arguments whose ValueErrors argparse shows as they are."""
 
@@ -339,6 +360,6 @@ _number = _checked(_real)
 _seconds = _checked(lambda text: _real(text, 0.0, more=True))
 _seconds_or_none = _checked(lambda text: _real(text, 0.0))
 _key = _checked(RecordKey.parse)
-_prefix = _checked(KeyPrefix)
+_prefix = _checked(_read_prefix)
 _rule = _checked(_read_rule)
 _note = _checked(_read_note)
