@@ -35,8 +35,8 @@ from recorder_core.runs import Run, fits
 
 MEDIA_TYPE = "application/vnd.recorder"
 MAGIC = b"\x93RECORD2"
-FRAME_BYTES = 1 << 18
-"""About how large a frame grows: one is encoded within a millisecond."""
+FRAME_BYTES = 1 << 16
+"""About how large a frame grows: one is encoded within a fraction of a millisecond."""
 MAX_FRAME_BYTES = 1 << 31
 
 _LENGTH_BYTES = 4
