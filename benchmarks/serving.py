@@ -1,9 +1,11 @@
 """CPU time per generated token of an engine server, recording off, on, and off with logprobs asked.
 
 Two servers of one tiny model run side by side, one with `--enable-recording`; 64 clients at a time
-ask one of them. Rounds alternate, so that whatever else the machine does meets all alike. CPU time
-is the processes' own: what the clients take is no part of it, but on few cores it does slow the
-throughput down. With so small a model the API server is the bottleneck, the worst case for us.
+ask one of them. Rounds alternate, so that whatever else the machine does meets all alike, and pairs
+of servers follow one another: of two that are alike one may take a quarter more than the other, for
+as long as both run. CPU time is the processes' own: what the clients take is no part of it, but on
+few cores it does slow the throughput down. With so small a model the API server is the bottleneck,
+the worst case for us.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from recorder_core.client import AsyncRecordClient
 from tests.models import VOCABULARY, tiny_qwen3
 
 CLIENTS = 64
+PAIRS = 4
 PROMPT = 64
 # On / off, at most.
 TARGET_API, TARGET_API_STREAMED = 1.05, 1.03
@@ -194,9 +197,10 @@ async def one_round(
     return {name: (after[name] - before[name]) / count * 1e6 for name in after}, count / took
 
 
-async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[Mode, Samples]:
+async def alternate(
+    off: Server, on: Server, rounds: int, tokens: int, samples: dict[Mode, Samples]
+) -> None:
     """Every mode in every round, each round beginning with another."""
-    samples = {mode: Samples() for mode in MODES}
     # One session: its connections are made in the round that warms up.
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -218,7 +222,6 @@ async def alternate(off: Server, on: Server, rounds: int, tokens: int) -> dict[M
                         samples[mode].children[process].append(spent)
                     samples[mode].throughput.append(throughput)
             progress(f"serving: round {max(number + 1, 0)} of {rounds}")
-    return samples
 
 
 def ratio(name: str, these: list[float], others: list[float], target: float | None = None) -> Row:
@@ -231,17 +234,17 @@ def measure(quick: bool) -> list[Row]:
     model = tiny_qwen3()
     # Without an admin key /records answers loopback, whatever this environment holds.
     env = {"RECORDER_ADMIN_KEY": None}
-    with ExitStack() as servers:
-        progress("serving: starting two servers")
-        # Of the two engines, the one that is installed here.
-        start = VLLMServer if importlib.util.find_spec("vllm") else SGLangServer
+    # Of the two engines, the one that is installed here.
+    start = VLLMServer if importlib.util.find_spec("vllm") else SGLangServer
+    pairs, rounds, tokens = (1, 1, 16) if quick else (PAIRS, len(MODES) // 2, 256)
+    samples = {mode: Samples() for mode in MODES}
+    for number in range(pairs):
+        progress(f"serving: starting pair {number + 1} of {pairs}")
         plain = start(model, env=env)
         recording = start(model, "--enable-recording", env=env)
-        with ThreadPoolExecutor() as threads:
+        with ExitStack() as servers, ThreadPoolExecutor() as threads:
             list(threads.map(servers.enter_context, (plain, recording)))
-        # Six: each of the modes begins one round.
-        rounds, tokens = (1, 16) if quick else (len(MODES), 256)
-        samples = asyncio.run(alternate(Server(plain), Server(recording), rounds, tokens))
+            asyncio.run(alternate(Server(plain), Server(recording), rounds, tokens, samples))
     vllm = start is VLLMServer  # the targets of single processes are vLLM's
     rows = []
     for streamed in (False, True):
