@@ -25,6 +25,9 @@ from recorder_core.stores import StoreStats
 
 PREFIX = "/records"
 
+NOT_SAVED = 507
+"""The status of a call that is in effect, but not on the store's disk."""
+
 KEY_HEADER = "x-record-key"
 """On a generation request: the record key, when it cannot be the API key."""
 

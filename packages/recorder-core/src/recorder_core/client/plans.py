@@ -15,7 +15,7 @@ from recorder_core.client.servers import conclude, raise_together
 from recorder_core.drained import Drained, Page, ServerLease, page_name
 from recorder_core.errors import LeaseError, RecorderError
 from recorder_core.keytree import Selection
-from recorder_core.protocol import MAX_KEYS, KeyReply
+from recorder_core.protocol import MAX_KEYS, NOT_SAVED, KeyReply
 from recorder_core.recent import News
 from recorder_core.trajectories import Keep
 
@@ -120,9 +120,17 @@ def _attempts(
         failed = {
             url
             for url, part in zip(asked, parts, strict=True)
-            if isinstance(part, RecorderError) and not isinstance(part, LeaseError)
+            if isinstance(part, RecorderError) and not _answered(part)
         }
         left = {
             url: waiting[1:] for url, waiting in left.items() if waiting[1:] and url not in failed
         }
     return answers
+
+
+def _answered(error: RecorderError) -> bool:
+    """Whether a server that gave an error can be asked for the next.
+
+    It knew the lease no more, or could not save what is in effect.
+    """
+    return isinstance(error, LeaseError) or getattr(error, "status", None) == NOT_SAVED

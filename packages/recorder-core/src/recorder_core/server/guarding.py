@@ -21,6 +21,7 @@ from recorder_core.errors import (
     NotSavedError,
     StoreClosedError,
 )
+from recorder_core.protocol import NOT_SAVED
 
 _MESSAGE_LIMIT = 2_000
 _FAULTS_LIMIT = 20
@@ -31,7 +32,7 @@ _STATUS: dict[type[Exception], int] = {
     LeaseError: 404,
     MissingParentError: 409,
     StoreClosedError: 503,
-    NotSavedError: 507,
+    NotSavedError: NOT_SAVED,
     ValueError: 400,
 }
 
