@@ -21,13 +21,14 @@ from transformers import AutoTokenizer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from benchmarks.harness import Row, main, microseconds, no_gc, progress, row
+from benchmarks.harness import Row, cpu_microseconds, main, microseconds, no_gc, progress, row
 from recorder_core import KeyPrefix, Recorder, record_key
 from recorder_core.server import IdentityMiddleware
 from tests.models import VOCABULARY, tiny_qwen3
-from vllm_recorder.column import column_of, output_of
+from vllm_recorder.column import Step, column_of, mark_of, output_of
 from vllm_recorder.hook import Hook, Recording
 
 TARGET_MICROSECONDS = 20.0
@@ -230,6 +231,37 @@ def one_round(
     times.kept += per_token(np.subtract(on.processed, off.processed))
 
 
+def column_times(count: int) -> list[float]:
+    """[count]: microseconds of CPU per token that a step's column takes in the engine core."""
+    names = [f"request-{index}" for index in range(CONCURRENT)]
+    requests = {
+        name: SimpleNamespace(
+            sampling_params=SamplingParams(logprobs=0, extra_args=mark_of(number)),
+            num_output_tokens=100,
+        )
+        for number, name in enumerate(names)
+    }
+    scheduler = SimpleNamespace(requests=requests)
+    scheduled = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1))
+    index = {name: row for row, name in enumerate(names)}
+    ids, values = np.zeros((CONCURRENT, 1), np.int32), np.zeros((CONCURRENT, 1), np.float32)
+
+    def one_step(sampled: Any, outputs: list[EngineCoreOutput]) -> None:
+        step = Step.of(scheduler, scheduled, sampled)
+        assert step is not None
+        step.append_column(outputs)
+
+    times = []
+    with no_gc():
+        for _ in range(count):
+            logprobs = LogprobsLists(ids, values, np.zeros(CONCURRENT, np.int32))
+            sampled = SimpleNamespace(logprobs=logprobs, req_id_to_index=index)
+            outputs = [EngineCoreOutput(name, [1]) for name in names]
+            times.append(cpu_microseconds(one_step, sampled, outputs) / CONCURRENT)
+            assert len(outputs) == CONCURRENT + 1
+    return times
+
+
 def identity_times(count: int) -> list[float]:
     """Microseconds that the middleware adds to one HTTP request."""
 
@@ -272,6 +304,7 @@ def measure(quick: bool) -> list[Row]:
         row("logprobs: reading them from the engine", "µs/token", times.decoded),
         row("logprobs: keeping them", "µs/token", times.kept),
         row("vLLM's own, recording off", "µs/token", times.own),
+        row("in the engine core: a step's column", "µs/token", column_times(20 if quick else 2000)),
         row(f"all of recording, {size}", "µs/request", [once + tokens * logprobs]),
         row(f"vLLM's own, recording off, {size}", "µs/request", [own]),
     ]

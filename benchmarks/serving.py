@@ -1,11 +1,11 @@
 """CPU time per generated token of an engine server, recording off, on, and off with logprobs asked.
 
-Two servers of one tiny model run side by side, one with `--enable-recording`; 64 clients at a time
-ask one of them. Rounds alternate, so that whatever else the machine does meets all alike, and pairs
-of servers follow one another: of two that are alike one may take a quarter more than the other, for
-as long as both run. CPU time is the processes' own: what the clients take is no part of it, but on
-few cores it does slow the throughput down. With so small a model the API server is the bottleneck,
-the worst case for us.
+Three servers of one tiny model run side by side, one with `--enable-recording`; 64 clients at a
+time ask one of them. Rounds alternate, so that whatever else the machine does meets all alike. The
+third shows how far two servers differ that are alike, for as long as both run; so sets of servers
+follow one another, and a figure within that spread says nothing of recording. CPU time is the
+processes' own: what the clients take is no part of it, but on few cores it does slow the throughput
+down. With so small a model the API server is the bottleneck, the worst case for us.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from recorder_core.client import AsyncRecordClient
 from tests.models import VOCABULARY, tiny_qwen3
 
 CLIENTS = 64
-PAIRS = 4
+SETS = 4
+ROUNDS = 3
 PROMPT = 64
 # On / off, at most.
 TARGET_API, TARGET_API_STREAMED = 1.05, 1.03
@@ -57,15 +58,18 @@ class Mode(NamedTuple):
     logprobs: bool
     """Whether the client asks for logprobs."""
     streamed: bool
+    twin: bool = False
+    """Whether the other of the servers without recording is asked."""
 
 
 MODES = [
-    Mode(name + (", streamed" if streamed else ""), recording, logprobs, streamed)
+    Mode(name + (", streamed" if streamed else ""), recording, logprobs, streamed, twin)
     for streamed in (False, True)
-    for name, recording, logprobs in (
-        ("off", False, False),
-        ("on", True, False),
-        ("off, client asks logprobs", False, True),
+    for name, recording, logprobs, twin in (
+        ("off", False, False, False),
+        ("on", True, False, False),
+        ("off, client asks logprobs", False, True, False),
+        ("off, another server", False, False, True),
     )
 ]
 
@@ -198,7 +202,7 @@ async def one_round(
 
 
 async def alternate(
-    off: Server, on: Server, rounds: int, tokens: int, samples: dict[Mode, Samples]
+    off: Server, on: Server, twin: Server, rounds: int, tokens: int, samples: dict[Mode, Samples]
 ) -> None:
     """Every mode in every round, each round beginning with another."""
     # One session: its connections are made in the round that warms up.
@@ -211,7 +215,7 @@ async def alternate(
         for number in range(-3, rounds):
             shift = number % len(MODES)
             for mode in MODES[shift:] + MODES[:shift]:
-                server = on if mode.recording else off
+                server = on if mode.recording else twin if mode.twin else off
                 count = tokens if number >= 0 else min(tokens, 32)
                 cpu, throughput = await one_round(http, server, mode, count)
                 if mode.recording:
@@ -236,26 +240,27 @@ def measure(quick: bool) -> list[Row]:
     env = {"RECORDER_ADMIN_KEY": None}
     # Of the two engines, the one that is installed here.
     start = VLLMServer if importlib.util.find_spec("vllm") else SGLangServer
-    pairs, rounds, tokens = (1, 1, 16) if quick else (PAIRS, len(MODES) // 2, 256)
+    sets, rounds, tokens = (1, 1, 16) if quick else (SETS, ROUNDS, 256)
     samples = {mode: Samples() for mode in MODES}
-    for number in range(pairs):
-        progress(f"serving: starting pair {number + 1} of {pairs}")
-        plain = start(model, env=env)
-        recording = start(model, "--enable-recording", env=env)
+    for number in range(sets):
+        progress(f"serving: starting set {number + 1} of {sets}")
+        three = [start(model, *flags, env=env) for flags in ((), ("--enable-recording",), ())]
         with ExitStack() as servers, ThreadPoolExecutor() as threads:
-            list(threads.map(servers.enter_context, (plain, recording)))
-            asyncio.run(alternate(Server(plain), Server(recording), rounds, tokens, samples))
+            list(threads.map(servers.enter_context, three))
+            off, on, twin = map(Server, three)
+            asyncio.run(alternate(off, on, twin, rounds, tokens, samples))
     vllm = start is VLLMServer  # the targets of single processes are vLLM's
     rows = []
     for streamed in (False, True):
         modes = [mode for mode in MODES if mode.streamed == streamed]
-        off, on, asked = (samples[mode] for mode in modes)
+        off, on, asked, twin = (samples[mode] for mode in modes)
         suffix = ", streamed" if streamed else ""
         api = TARGET_API_STREAMED if streamed else TARGET_API
         rows += [row(f"API server: {mode.name}", "µs/token", samples[mode].api) for mode in modes]
         rows += [
             ratio(f"API server: on / off{suffix}", on.api, off.api, api if vllm else None),
             ratio(f"API server: on / asked{suffix}", on.api, asked.api),
+            ratio(f"API server: another server / off{suffix}", twin.api, off.api),
         ]
         rows += [
             row(f"{process}: {mode.name}", "µs/token", samples[mode].children[process])
@@ -266,13 +271,17 @@ def measure(quick: bool) -> list[Row]:
             ratio(
                 f"engine: on / off{suffix}", on.engine, off.engine, TARGET_ENGINE if vllm else None
             ),
+            ratio(f"engine: another server / off{suffix}", twin.engine, off.engine),
             ratio(f"all processes: on / off{suffix}", on.all, off.all, TARGET_ALL),
         ]
         rows += [
             row(f"throughput: {mode.name}", "tokens/s", samples[mode].throughput) for mode in modes
         ]
         target = TARGET_TIME if vllm else None
-        rows.append(ratio(f"time per token: on / off{suffix}", on.times, off.times, target))
+        rows += [
+            ratio(f"time per token: on / off{suffix}", on.times, off.times, target),
+            ratio(f"time per token: another server / off{suffix}", twin.times, off.times),
+        ]
     return rows
 
 

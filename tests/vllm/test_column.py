@@ -267,7 +267,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "errors"),
     [
-        (column._Step, "append_column", 0),
+        (column.Step, "append_column", 0),
         (column.Columns, "put_aside", 1),
         (column.Columns, "_gather", 1),
     ],
@@ -362,7 +362,7 @@ def test_steps_that_came_as_vllm_sends_them_are_put_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
-    of, steps = column._Step.of, 0
+    of, steps = column.Step.of, 0
 
     def now_and_then(*args: Any) -> Any:
         nonlocal steps
@@ -371,7 +371,7 @@ def test_steps_that_came_as_vllm_sends_them_are_put_in_between(
             fail()
         return of(*args)
 
-    monkeypatch.setattr(column._Step, "of", now_and_then)
+    monkeypatch.setattr(column.Step, "of", now_and_then)
     generate(llm, "6/between/0", **params)
     assert steps > 6
     assert_exact(records_of(recorder), generate(llm, None, **params, logprobs=1))
@@ -385,7 +385,7 @@ def test_a_core_that_sends_no_columns_is_noticed_and_costs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-    monkeypatch.setattr(column._Step, "of", fail)
+    monkeypatch.setattr(column.Step, "of", fail)
     for run in range(2):
         generate(llm, f"7/none/{run}", **params)
 

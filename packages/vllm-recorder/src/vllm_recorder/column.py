@@ -83,7 +83,7 @@ def _with_columns(update_from_output: Callable[..., dict[int, Any]]) -> Any:
     @functools.wraps(update_from_output)
     def with_columns(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         try:
-            step = _Step.of(scheduler, scheduler_output, model_runner_output)
+            step = Step.of(scheduler, scheduler_output, model_runner_output)
         except Exception:  # noqa: BLE001 - the engine comes first: this step goes vLLM's own way
             step = None
             _warn.warning("a step's logprobs are not sent as a column", exc_info=True)
@@ -99,7 +99,7 @@ def _with_columns(update_from_output: Callable[..., dict[int, Any]]) -> Any:
     return with_columns
 
 
-class _Step:
+class Step:
     """The logprobs of one step of the engine core, and whose of them go into a column."""
 
     __slots__ = ("_index", "_logprobs", "_marked")
@@ -112,7 +112,7 @@ class _Step:
         self._marked = marked
 
     @classmethod
-    def of(cls, scheduler: Any, scheduled: Any, sampled: Any) -> _Step | None:
+    def of(cls, scheduler: Any, scheduled: Any, sampled: Any) -> Step | None:
         """Before the scheduler's own work, which forgets the requests that finish.
 
         Returns:
@@ -163,6 +163,11 @@ class _Step:
             # [tokens, 1 + top-k]: the sampler puts the sampled token first.
             values = self._logprobs.logprobs[rows, 0]
             outputs.append(output_of(column_of(numbers, places, values)))
+
+
+def mark_of(number: int) -> dict[str, bytes]:
+    """What marks a request with a number, among its `extra_args`."""
+    return {_NAME: number.to_bytes(_NUMBER_BYTES, "little")}
 
 
 def column_of(numbers: Sequence[int], places: Sequence[int], values: AnyArray) -> bytes:
@@ -360,8 +365,7 @@ class Columns:
         self._marked = self._marked % _MAX_NUMBER + 1
         chosen = Chosen(self._marked)
         self._requests[self._marked] = ref(chosen)
-        mark = self._marked.to_bytes(_NUMBER_BYTES, "little")
-        params.extra_args = {**(params.extra_args or {}), _NAME: mark}
+        params.extra_args = {**(params.extra_args or {}), **mark_of(self._marked)}
         return chosen
 
     def came_alone(self, chosen: Chosen, values: AnyArray) -> None:
