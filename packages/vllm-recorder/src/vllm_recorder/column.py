@@ -19,7 +19,8 @@ import os
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -182,6 +183,24 @@ def column_of(numbers: Sequence[int], places: Sequence[int], values: AnyArray) -
     return np.array([numbers, places, bits], np.int32).tobytes()
 
 
+def runs_of(columns: AnyArray) -> Iterator[tuple[int, int, bytes]]:
+    """Cut columns, int32 [3, tokens], into tokens that follow one another in one response.
+
+    Yields:
+        The request's number, the first token's place, and the values, float32, packed.
+    """
+    numbers, places, bits = columns
+    if not len(numbers):
+        return
+    cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) != 1)) + 1
+    bounds = [0, *cuts.tolist(), len(numbers)]
+    firsts, values = bounds[:-1], bits.tobytes()
+    for number, place, (begin, end) in zip(
+        numbers[firsts].tolist(), places[firsts].tolist(), pairwise(bounds), strict=True
+    ):
+        yield number, place, values[4 * begin : 4 * end]
+
+
 def output_of(column: bytes) -> EngineCoreOutput:
     """The output that carries a column: in a field that vLLM sends as it is, and does not read."""
     return EngineCoreOutput(COLUMN, [], kv_transfer_params={COLUMN: column})
@@ -197,19 +216,17 @@ class Chosen:
         self._values = array("f")
         self._lost = False
 
-    def take(self, places: AnyArray, values: AnyArray) -> None:
+    def take(self, place: int, values: bytes) -> None:
         """Take the next tokens' values; where some before them are lost, all are.
 
         Args:
-            places: int32 [tokens]
-            values: float32 [tokens]
+            place: Where the first of the tokens is in the response; `_NEXT`: it comes next.
+            values: float32 [tokens], packed.
         """
-        count = len(self._values)
-        expected = np.arange(count, count + len(places))
-        if ((places != expected) & (places != _NEXT)).any():
+        if place not in (len(self._values), _NEXT):
             self._lost = True
         if not self._lost:
-            self._values.frombytes(values.tobytes())
+            self._values.frombytes(values)
 
     def first(self, count: int) -> array[float]:
         """Those of the response, without what a stop string cut off; none where some are lost."""
@@ -321,12 +338,11 @@ class Columns:
         gathered = self._gather()
         self._gathered, self._aside_bytes = np.empty((3, 0), np.int32), 0
         by_request = gathered[:, np.argsort(gathered[0], kind="stable")]
-        bounds = np.flatnonzero(np.diff(by_request[0])) + 1
-        for part in np.split(by_request, bounds, axis=1) if gathered.size else ():
-            request = self._requests.get(int(part[0, 0]))
+        for number, place, values in runs_of(by_request):
+            request = self._requests.get(number)
             chosen = request() if request is not None else None
             if chosen is not None:
-                chosen.take(part[1], part[2].view(np.float32))
+                chosen.take(place, values)
         for number, request in self._requests.copy().items():
             if request() is None:
                 del self._requests[number]
@@ -344,8 +360,8 @@ class Columns:
         try:
             with self._lock:
                 gathered = self._gather()
-                mine = gathered[:, gathered[0] == chosen.number]
-                chosen.take(mine[1], mine[2].view(np.float32))
+                for _, place, values in runs_of(gathered[:, gathered[0] == chosen.number]):
+                    chosen.take(place, values)
             return chosen.first(count)
         except Exception:  # noqa: BLE001 - it costs the logprobs, not the record
             self.recorder.count_error("a generation's logprobs are lost")
