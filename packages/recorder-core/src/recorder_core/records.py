@@ -233,6 +233,8 @@ class MultiModalItem(msgspec.Struct, frozen=True, gc=False):
 # What `Record.data` begins with: the numbers of prompt ids, response ids and logprobs, then the
 # bytes of the two texts (-1: there is none) and of the request's id.
 _HEAD = struct.Struct("<6i")
+_lengths: Callable[[bytes], tuple[int, int, int, int, int, int]] = _HEAD.unpack_from
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -360,7 +362,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.data) < _HEAD.size:
             raise ValueError(f"data has {len(self.data)} bytes, it begins with {_HEAD.size}")
-        prompt, count, logprobs, before, after, request = self.lengths
+        prompt, count, logprobs, before, after, request = _lengths(self.data)
         if count < 1:
             raise ValueError("response_ids is empty; a record is at least one sampled token")
         if logprobs not in (0, count):
@@ -393,37 +395,37 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def lengths(self) -> tuple[int, int, int, int, int, int]:
         """What `data` begins with: see `pack`."""
-        return _HEAD.unpack_from(self.data)
+        return _lengths(self.data)
 
     @property
     def prompt_ids(self) -> Int32Array:
         """The engine's prompt ids after `start`: int32 [new prompt tokens]."""
-        return np.frombuffer(self.data, np.int32, self.prompt_count, _HEAD.size)
+        return np.frombuffer(self.data, _INT32, self.prompt_count, _HEAD.size)
 
     @property
     def response_ids(self) -> Int32Array:
         """The sampled ids, the stop token included: int32 [response tokens]."""
-        prompt, count, *_ = self.lengths
-        return np.frombuffer(self.data, np.int32, count, _HEAD.size + 4 * prompt)
+        prompt, count, _, _, _, _ = _lengths(self.data)
+        return np.frombuffer(self.data, _INT32, count, _HEAD.size + 4 * prompt)
 
     @property
     def new_ids(self) -> Int32Array:
         """`prompt_ids` and `response_ids`, which lie side by side."""
-        prompt, count, *_ = self.lengths
-        return np.frombuffer(self.data, np.int32, prompt + count, _HEAD.size)
+        prompt, count, _, _, _, _ = _lengths(self.data)
+        return np.frombuffer(self.data, _INT32, prompt + count, _HEAD.size)
 
     @property
     def logprobs(self) -> Float32Array | None:
         """Logprob of each sampled token, parallel to `response_ids`; None: the engine gave none."""
-        prompt, count, logprobs, *_ = self.lengths
+        prompt, count, logprobs, _, _, _ = _lengths(self.data)
         if not logprobs:
             return None
-        return np.frombuffer(self.data, np.float32, count, _HEAD.size + 4 * (prompt + count))
+        return np.frombuffer(self.data, _FLOAT32, count, _HEAD.size + 4 * (prompt + count))
 
     @property
     def prompt_text(self) -> str | None:
         """The prompt's text, where the engine knows it and this record holds the whole prompt."""
-        prompt, count, logprobs, length, *_ = self.lengths
+        prompt, count, logprobs, length, _, _ = _lengths(self.data)
         return self._text(_HEAD.size + 4 * (prompt + count + logprobs), length)
 
     @property
@@ -432,14 +434,14 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
         A tool call is its markup. A matched stop string is left out; special tokens may be.
         """
-        prompt, count, logprobs, before, length, _ = self.lengths
+        prompt, count, logprobs, before, length, _ = _lengths(self.data)
         begin = _HEAD.size + 4 * (prompt + count + logprobs) + max(before, 0)
         return self._text(begin, length)
 
     @property
     def request_id(self) -> str:
         """The engine's id of the request; not unique (clients may choose it)."""
-        length = self.lengths[5]
+        length = _lengths(self.data)[5]
         return self.data[len(self.data) - length :].decode("utf-8", "replace")
 
     def _text(self, begin: int, length: int) -> str | None:
@@ -450,12 +452,12 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def prompt_count(self) -> int:
         """How many `prompt_ids` there are."""
-        return self.lengths[0]
+        return _lengths(self.data)[0]
 
     @property
     def response_count(self) -> int:
         """How many `response_ids` there are."""
-        return self.lengths[1]
+        return _lengths(self.data)[1]
 
     @property
     def prompt_end(self) -> int:
@@ -465,7 +467,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def end(self) -> int:
         """Tokens on the whole path, the response included."""
-        prompt, count, *_ = self.lengths
+        prompt, count, _, _, _, _ = _lengths(self.data)
         return self.start + prompt + count
 
     @property

@@ -14,6 +14,8 @@ from recorder_core.records import FinishReason, Record, RoutedExperts, VersionSp
 from recorder_core.runs import Run, merged_by_key
 from recorder_core.sampling_mask import SamplingMask
 
+_FLOAT32, _BOOL = np.dtype(np.float32), np.dtype(np.bool_)
+
 Keep = Callable[[Record], bool]
 """Whether a generation is to be trained: a title or a quota call under the same key is not."""
 
@@ -138,31 +140,31 @@ class _Tree:
         """The trajectory of a path; `trained` holds the records trained elsewhere."""
         run, root, leaf = self.run, path[0], path[-1]
         tokens = run.token_ids(leaf)
-        if not tokens.flags.writeable:  # the one record's own
+        if leaf.start == 0:  # they lie in the record, which is not to be written to
             tokens = tokens.copy()
         prompt_length = root.prompt_end
         count = len(tokens) - prompt_length
-        logprobs = np.empty(count, np.float32)
-        logprobs.fill(np.nan)
-        action_mask = np.zeros(count, np.bool_)
+        logprobs = np.empty(count, _FLOAT32)
+        action_mask = np.empty(count, _BOOL)
         token_level_reward: AnyArray | None = None
         masks: list[tuple[int, SamplingMask]] = []
         versions: list[VersionSpan] = []
         turns: list[ExperienceTurn] = []
         info: dict[str, Any] = dict(run.info) if run.info else {}
         reward: float | None = None
+        stop = 0
         for record in path:
-            prompt, sampled, *_ = record.lengths
-            start = record.start + prompt - prompt_length
-            stop = start + sampled
+            before, stop = stop, record.end - prompt_length
+            start = stop - record.response_count
+            if before < start:  # what nobody sampled
+                logprobs[before:start] = np.nan
+                action_mask[before:start] = False
             values = record.logprobs
-            if values is not None:
-                logprobs[start:stop] = values
+            logprobs[start:stop] = np.nan if values is None else values
+            action_mask[start:stop] = record.id not in trained
+            trained.add(record.id)
             if record.sampling_mask is not None:
                 masks.append((start, record.sampling_mask))
-            if record.id not in trained:
-                trained.add(record.id)
-                action_mask[start:stop] = True
             if record.token_level_reward is not None:
                 if token_level_reward is None:
                     token_level_reward = np.zeros(count, dtype=np.float32)
