@@ -73,7 +73,7 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def _vector(value: Any, wanted: np.dtype[Any], name: str) -> AnyArray:
-    if type(value) is np.ndarray and value.dtype is wanted and value.ndim == 1:
+    if isinstance(value, np.ndarray) and value.dtype == wanted and value.ndim == 1:
         return value  # as it mostly is: the context below would take most of the time
     try:
         with np.errstate(over="ignore"):

@@ -146,13 +146,11 @@ class Experience(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
             raise ValueError(f"prompt_length is {self.prompt_length} for {len(self.tokens)} tokens")
         for name, as_array in _PER_TOKEN:
             given = getattr(self, name)
-            if given is None:
-                continue
-            values = as_array(given, name)
-            if len(values) != count:
-                raise _wrong_length(name, values, count)
-            if values is not given:
-                setattr(self, name, values)
+            if given is not None:
+                values = as_array(given, name)
+                _check_length(name, values, count)
+                if values is not given:
+                    setattr(self, name, values)
         if self.finish_reason is not None and type(self.finish_reason) is not FinishReason:
             self.finish_reason = FinishReason(self.finish_reason)
         if type(self.model_versions) is not tuple:
@@ -165,8 +163,8 @@ class Experience(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
                 f"{len(self.tokens) - 1} rows"
             )
         mask = self.sampling_mask
-        if mask is not None and len(mask.counts) != count:
-            raise _wrong_length("sampling_mask", mask.counts, count)
+        if mask is not None:
+            _check_length("sampling_mask", mask.counts, count)
 
     @property
     def response_length(self) -> int:
@@ -229,5 +227,6 @@ class Experience(msgspec.Struct, kw_only=True, eq=False, omit_defaults=True):
 _FIELDS = tuple(each.name for each in msgspec.structs.fields(Experience))
 
 
-def _wrong_length(name: str, values: np.ndarray[Any, Any], count: int) -> ValueError:
-    return ValueError(f"{name} has {len(values)} values for {count} response tokens")
+def _check_length(name: str, values: np.ndarray[Any, Any], count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} values for {count} response tokens")

@@ -393,11 +393,6 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
             )
 
     @property
-    def lengths(self) -> tuple[int, int, int, int, int, int]:
-        """What `data` begins with: see `pack`."""
-        return _lengths(self.data)
-
-    @property
     def prompt_ids(self) -> Int32Array:
         """The engine's prompt ids after `start`: int32 [new prompt tokens]."""
         return np.frombuffer(self.data, _INT32, self.prompt_count, _HEAD.size)
@@ -405,19 +400,19 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def response_ids(self) -> Int32Array:
         """The sampled ids, the stop token included: int32 [response tokens]."""
-        prompt, count, _, _, _, _ = _lengths(self.data)
+        prompt, count = _lengths(self.data)[:2]
         return np.frombuffer(self.data, _INT32, count, _HEAD.size + 4 * prompt)
 
     @property
     def new_ids(self) -> Int32Array:
         """`prompt_ids` and `response_ids`, which lie side by side."""
-        prompt, count, _, _, _, _ = _lengths(self.data)
+        prompt, count = _lengths(self.data)[:2]
         return np.frombuffer(self.data, _INT32, prompt + count, _HEAD.size)
 
     @property
     def logprobs(self) -> Float32Array | None:
         """Logprob of each sampled token, parallel to `response_ids`; None: the engine gave none."""
-        prompt, count, logprobs, _, _, _ = _lengths(self.data)
+        prompt, count, logprobs = _lengths(self.data)[:3]
         if not logprobs:
             return None
         return np.frombuffer(self.data, _FLOAT32, count, _HEAD.size + 4 * (prompt + count))
@@ -425,7 +420,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def prompt_text(self) -> str | None:
         """The prompt's text, where the engine knows it and this record holds the whole prompt."""
-        prompt, count, logprobs, length, _, _ = _lengths(self.data)
+        prompt, count, logprobs, length = _lengths(self.data)[:4]
         return self._text(_HEAD.size + 4 * (prompt + count + logprobs), length)
 
     @property
@@ -434,7 +429,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
         A tool call is its markup. A matched stop string is left out; special tokens may be.
         """
-        prompt, count, logprobs, before, length, _ = _lengths(self.data)
+        prompt, count, logprobs, before, length = _lengths(self.data)[:5]
         begin = _HEAD.size + 4 * (prompt + count + logprobs) + max(before, 0)
         return self._text(begin, length)
 
@@ -467,7 +462,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     @property
     def end(self) -> int:
         """Tokens on the whole path, the response included."""
-        prompt, count, _, _, _, _ = _lengths(self.data)
+        prompt, count = _lengths(self.data)[:2]
         return self.start + prompt + count
 
     @property
